@@ -1,0 +1,39 @@
+# Everything a person needs: `make demo` and `make test`. Both install what they need into .venv.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+
+.PHONY: demo test lint types format install check clean
+
+demo: install
+	$(BIN)/python -m sluice.deploy.demo
+
+test: install lint
+	$(BIN)/pytest
+
+check: lint test
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV) (about two minutes the first time)"
+	$(BIN)/pip install -q -c constraints.txt torch
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	@touch $@
+
+lint: install types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# Types are checked on an installed copy: the editable install's import hook is invisible to mypy.
+types: install
+	@rm -rf build/types && $(BIN)/pip install -q --no-deps --no-build-isolation --target build/types .
+	$(BIN)/mypy --config-file pyproject.toml build/types/sluice
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf build .pytest_cache .mypy_cache .ruff_cache *.egg-info

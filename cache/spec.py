@@ -1,0 +1,181 @@
+"""PoolSpec: what a cache pool is, as data, with all arithmetic between tokens, rows and pages.
+
+Nothing here knows a model, a device or torch, so that the router and the transfer planner can use
+it. Every index is a position in the *full token coordinate*: the request's absolute token number,
+which all pools share whatever their ratio.
+
+Three retentions say which rows must stay once `num_tokens` tokens are computed:
+
+    Full            |##########################|        every complete row
+    Window(n)       |                 #########|        the last n-1 rows (the next one joins them)
+    Block(n, k)     |               ####|####|##        rows of the unfinished block and of the
+                                                        k blocks before it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
+
+
+@dataclass(frozen=True)
+class Full:
+    """Every complete row stays as long as the request lives."""
+
+    max_live_tokens = None
+
+    def first_live(self, num_tokens: int) -> int:
+        """First token whose row must stay when `num_tokens` tokens are computed."""
+        return 0
+
+
+@dataclass(frozen=True)
+class Window:
+    """The last `size - 1` rows stay: with the next token they make a window of `size`."""
+
+    size: int
+
+    @property
+    def max_live_tokens(self) -> int:
+        return self.size - 1
+
+    def first_live(self, num_tokens: int) -> int:
+        return max(0, num_tokens - (self.size - 1))
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows of the unfinished block of `size` tokens stay, and of `overlap` blocks before it."""
+
+    size: int
+    overlap: int = 0
+
+    @property
+    def max_live_tokens(self) -> int:
+        return self.size * (self.overlap + 1) - 1
+
+    def first_live(self, num_tokens: int) -> int:
+        return max(0, (num_tokens // self.size - self.overlap) * self.size)
+
+
+Retention = Full | Window | Block
+
+
+@dataclass(frozen=True)
+class TableSpec:
+    """What pools must have in common to share a page table: equal span and retention."""
+
+    tokens_per_page: int
+    retention: Retention
+
+    def pages(self, start: int, end: int) -> range:
+        """Logical pages a request holds while tokens [start, end) are computed.
+
+        `pages(n, n)` is what it holds between steps, with n tokens computed.
+        """
+        first = self.retention.first_live(start) // self.tokens_per_page
+        return range(first, max(first, ceil_div(end, self.tokens_per_page)))
+
+    def max_pages(self, step_tokens: int, max_tokens: int) -> int:
+        """Most pages one request can hold while it computes up to `step_tokens` tokens a step.
+
+        `max_tokens` bounds the request's length and matters to Full tables only.
+        """
+        live = self.retention.max_live_tokens
+        if live is None:
+            return ceil_div(max_tokens, self.tokens_per_page)
+        span = live + step_tokens  # a span of s tokens touches at most this many pages:
+        return (span + self.tokens_per_page - 2) // self.tokens_per_page + 1
+
+
+@dataclass(frozen=True)
+class PoolSpec:
+    """One cache pool: a tensor [num_pages, num_layers, rows_per_page, *row_shape].
+
+    A page holds the rows of *all* layers of the pool for `tokens_per_page` tokens, contiguously.
+    `layers` are the model's layer numbers in storage order; `row_shape` and `dtype` describe one
+    row of one layer; a row stands for `tokens_per_row` tokens.
+
+    Raises ValueError if the page span is not a whole number of rows or the dtype is unknown.
+    """
+
+    name: str
+    layers: tuple[int, ...]
+    row_shape: tuple[int, ...]
+    dtype: str
+    tokens_per_row: int
+    tokens_per_page: int
+    retention: Retention
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        if self.tokens_per_page <= 0 or self.tokens_per_page % self.tokens_per_row:
+            raise ValueError(
+                f"pool {self.name}: tokens_per_page is {self.tokens_per_page}, expected a positive "
+                f"multiple of tokens_per_row ({self.tokens_per_row})"
+            )
+        if self.dtype not in DTYPE_BYTES:
+            raise ValueError(
+                f"pool {self.name}: dtype is {self.dtype!r}, expected one of "
+                f"{', '.join(DTYPE_BYTES)}"
+            )
+
+    @property
+    def table(self) -> TableSpec:
+        """The page table this pool shares with pools of equal span and retention."""
+        return TableSpec(self.tokens_per_page, self.retention)
+
+    @property
+    def rows_per_page(self) -> int:
+        return self.tokens_per_page // self.tokens_per_row
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row of one layer."""
+        size = DTYPE_BYTES[self.dtype]
+        for extent in self.row_shape:
+            size *= extent
+        return size
+
+    @property
+    def page_shape(self) -> tuple[int, ...]:
+        return (len(self.layers), self.rows_per_page, *self.row_shape)
+
+    @property
+    def page_bytes(self) -> int:
+        return len(self.layers) * self.rows_per_page * self.row_bytes
+
+    def pages(self, start: int, end: int) -> range:
+        """Logical pages a request holds while tokens [start, end) are computed."""
+        return self.table.pages(start, end)
+
+    def live_rows(self, num_tokens: int) -> range:
+        """Rows (full coordinate // tokens_per_row) that must stay at `num_tokens` tokens.
+
+        A Full pool holds complete rows only; in a Block pool the last row may stand for an
+        unfinished block, and is then still being accumulated.
+        """
+        first = self.retention.first_live(num_tokens) // self.tokens_per_row
+        if isinstance(self.retention, Full):
+            return range(first, num_tokens // self.tokens_per_row)
+        return range(first, max(first, ceil_div(num_tokens, self.tokens_per_row)))
+
+    def slots(self, physical_pages: Any, positions: Any) -> Any:
+        """Slot (page * rows_per_page + offset) of the row that holds each token position.
+
+        physical_pages: the page of each position (ints or integer array/tensor, same shape).
+        """
+        offset = positions % self.tokens_per_page // self.tokens_per_row
+        return physical_pages * self.rows_per_page + offset
+
+
+def tables_of(specs: Iterable[PoolSpec]) -> tuple[TableSpec, ...]:
+    """The distinct page tables of these pools, in order of first use."""
+    return tuple(dict.fromkeys(spec.table for spec in specs))
+
+
+def ceil_div(value: int, divisor: int) -> int:
+    return -(-value // divisor)

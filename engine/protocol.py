@@ -1,0 +1,312 @@
+"""What router, prefill nodes and decode nodes say to each other, without torch and without Ray.
+
+Messages are frozen dataclasses; the clients at the end are what the router needs of a node and of
+the cluster, so that the same router runs over Ray actors or over nodes in its own process.
+
+    SluiceError
+    ├── InvalidRequest      400  the request can never succeed as it is
+    ├── UnknownModel        404  no such model here
+    ├── QueueFull           429  too many requests wait; try again
+    ├── Unavailable         503  no node of a role is ready, or the server is draining
+    ├── DeadlineExceeded    504  the request's time is up
+    ├── ConfigError              a config, checkpoint or command line cannot work
+    │   └── IncompatiblePeers    two nodes whose pools have no mapping, the field named
+    └── NodeError           500  something behind the router failed
+        ├── Refused              decode cannot take the request now; another node, or later, may
+        ├── TransferFailed       pages did not arrive; the request can be prefilled again
+        └── NodeLost             the node died or stopped answering
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+from sluice.cache.spec import PoolSpec, TableSpec
+
+PROTOCOL_VERSION = 1
+
+
+class SluiceError(Exception):
+    """Base of every error this project raises on purpose. `status` is its HTTP status."""
+
+    status = 500
+    code = "internal_error"
+
+
+class InvalidRequest(SluiceError):
+    """The request can never succeed as it is. `param` names the field at fault."""
+
+    status = 400
+    code = "invalid_request"
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code or self.code
+
+
+class UnknownModel(SluiceError):
+    status = 404
+    code = "model_not_found"
+
+
+class QueueFull(SluiceError):
+    status = 429
+    code = "queue_full"
+
+
+class Unavailable(SluiceError):
+    status = 503
+    code = "unavailable"
+
+
+class DeadlineExceeded(SluiceError):
+    status = 504
+    code = "deadline_exceeded"
+
+
+class ConfigError(SluiceError):
+    code = "config_error"
+
+
+class IncompatiblePeers(ConfigError):
+    code = "incompatible_peers"
+
+
+class NodeError(SluiceError):
+    """Something behind the router failed."""
+
+
+class Refused(NodeError):
+    """Decode cannot hold the request now: which pages are short is in the message."""
+
+
+class TransferFailed(NodeError):
+    pass
+
+
+class NodeLost(NodeError):
+    pass
+
+
+class Role(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class NodeState(StrEnum):
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    DEAD = "dead"
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How output tokens are chosen and when generation ends. `temperature` 0 is greedy.
+
+    `max_tokens` counts output tokens of the whole answer. The random draw for output position i
+    depends on (seed, i) only.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: no limit
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()  # eos included unless the client ignores it
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """One generation. After a fail-over `emitted_token_ids` holds the output the client has.
+
+    Nodes treat prompt + emitted as the tokens to prefill; output positions, `max_tokens` and the
+    sampler's counter go on from `len(emitted_token_ids)`.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    emitted_token_ids: tuple[int, ...] = ()
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Tokens that prefill computes."""
+        return self.prompt_token_ids + self.emitted_token_ids
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Longest this request can become, prompt and output together."""
+        return len(self.prompt_token_ids) + self.sampling.max_tokens
+
+
+@dataclass(frozen=True)
+class PageRun:
+    """Physical pages of logical pages [first, first + len(pages))."""
+
+    first: int
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PageGrant:
+    """Pages in every pool of a decode node, promised to one request's transfer.
+
+    `epoch` is unique for the node's life: a notification with another epoch is dropped. The lease
+    runs from the moment of receipt; prefill must not post a write after it.
+    """
+
+    grant_id: str
+    epoch: int
+    node_id: str
+    incarnation: str
+    request_id: str
+    num_tokens: int
+    pages: Mapping[TableSpec, PageRun]
+    lease_s: float
+
+
+@dataclass(frozen=True)
+class NodeInfo:
+    """Who a node is. `agent` is the transport's opaque address; peers compare the rest."""
+
+    node_id: str
+    incarnation: str
+    role: Role
+    host: str
+    fingerprint: str
+    specs: tuple[PoolSpec, ...]
+    max_model_len: int
+    max_running_requests: int
+    num_pages: Mapping[TableSpec, int]  # usable pages of each table
+    agent: bytes = b""
+    protocol_version: int = PROTOCOL_VERSION
+
+
+@dataclass(frozen=True)
+class PrefillResult:
+    """The first output token. The pages are on decode when this arrives, unless it is the last."""
+
+    request_id: str
+    token_id: int
+    finish_reason: FinishReason | None
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class TokenChunk:
+    """Output tokens of one request from one or more decode steps, or its failure."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class MetricFamily:
+    """One metric of a node as plain data, to be exported by the router.
+
+    samples: (sample name, labels, value), as prometheus_client collects them.
+    """
+
+    name: str
+    kind: str
+    help: str
+    samples: tuple[tuple[str, Mapping[str, str], float], ...]
+
+
+@dataclass(frozen=True)
+class NodeStatus:
+    """A node's gauges, as of now. `pools` counts pages: free, used and cached."""
+
+    node_id: str
+    running: int
+    waiting: int
+    pools: Mapping[str, Mapping[str, int]]
+    metrics: tuple[MetricFamily, ...] = ()
+
+
+@dataclass(frozen=True)
+class NodeEntry:
+    """A node as the cluster sees it."""
+
+    node_id: str
+    role: Role
+    state: NodeState
+    host: str
+    detail: str = ""  # why it is dead or still starting
+
+
+@dataclass(frozen=True)
+class ClusterState:
+    targets: Mapping[Role, int]
+    nodes: tuple[NodeEntry, ...] = field(default_factory=tuple)
+
+
+class PrefillClient(Protocol):
+    """A prefill node, seen from the router. Every call may raise NodeLost."""
+
+    info: NodeInfo
+
+    async def run(self, request: GenerateRequest, grant: PageGrant) -> PrefillResult:
+        """Compute the prompt, write its pages to the grant, sample the first token.
+
+        Raises TransferFailed if pages could not be delivered.
+        """
+        ...
+
+    async def abort(self, request_id: str) -> None:
+        """Stop the request; returns when nothing of it is in flight. Unknown ids are ignored."""
+        ...
+
+    async def status(self, router_id: str) -> NodeStatus:
+        """The node's gauges; also this router's sign of life, without which the node frees."""
+        ...
+
+
+class DecodeClient(Protocol):
+    """A decode node, seen from the router. Every call may raise NodeLost."""
+
+    info: NodeInfo
+
+    async def reserve(self, request: GenerateRequest, router_id: str) -> PageGrant:
+        """Allocate pages in every pool for the whole request. Raises Refused."""
+        ...
+
+    async def release(self, grant_id: str, *, in_flight: bool) -> None:
+        """End the request and give its pages back; unknown ids are ignored.
+
+        in_flight: prefill could not be asked, so a write may still land: the pages are reused
+        only after the lease.
+        """
+        ...
+
+    def tokens(self, router_id: str) -> AsyncIterator[list[TokenChunk]]:
+        """All token chunks for this router's requests, a list for each step. One per router."""
+        ...
+
+    async def status(self, router_id: str) -> NodeStatus: ...
+
+
+class Cluster(Protocol):
+    """What the admin endpoints need of whoever starts and stops nodes."""
+
+    async def state(self) -> ClusterState: ...
+
+    async def scale(self, role: Role, replicas: int) -> None:
+        """Set the target; raises InvalidRequest outside the configured limits."""
+        ...
+
+    async def drain(self, node_id: str) -> None:
+        """Let the node finish what runs and take it away; raises InvalidRequest if unknown."""
+        ...

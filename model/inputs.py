@@ -1,0 +1,42 @@
+"""ForwardInputs: what one forward pass computes, as flat tensors over a ragged batch.
+
+The batch mixes chunks of prompts and single decode tokens; request r owns the tokens
+[query_start[r], query_start[r+1]), which are its absolute positions
+[num_computed[r], num_computed[r] + that many).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from sluice.cache.spec import PoolSpec, TableSpec
+
+
+@dataclass(frozen=True)
+class ForwardInputs:
+    """One ragged batch. T tokens, R requests; all integer tensors are int64.
+
+    token_ids, positions, request_index: [T]; positions are absolute token numbers.
+    query_start: [R + 1]; num_computed: [R], tokens whose rows are in the pools already.
+    page_tables: for each table, [R, max_pages], logical page -> physical page; 0, the null page,
+        where the request holds none.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    request_index: torch.Tensor
+    query_start: torch.Tensor
+    num_computed: torch.Tensor
+    page_tables: Mapping[TableSpec, torch.Tensor]
+
+    @property
+    def num_requests(self) -> int:
+        return self.num_computed.shape[0]
+
+    def slots(self, spec: PoolSpec, request_index: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Slots of the rows holding `tokens` (absolute) of the given requests, any equal shape."""
+        table = self.page_tables[spec.table]
+        return spec.slots(table[request_index, tokens // spec.tokens_per_page], tokens)
