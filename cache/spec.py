@@ -79,6 +79,16 @@ class TableSpec:
         first = self.retention.first_live(start) // self.tokens_per_page
         return range(first, max(first, ceil_div(end, self.tokens_per_page)))
 
+    def pages_to_admit(self, num_tokens: int, max_tokens: int) -> range:
+        """Logical pages to take when a request with `num_tokens` computed tokens is admitted.
+
+        A Full table takes them all at once for the request's greatest length, so that it can never
+        run dry under an admitted request; the others hold a bounded number and slide.
+        """
+        if self.retention.max_live_tokens is None:
+            return self.pages(0, max_tokens)
+        return self.pages(num_tokens, num_tokens)
+
     def max_pages(self, step_tokens: int, max_tokens: int) -> int:
         """Most pages one request can hold while it computes up to `step_tokens` tokens a step.
 

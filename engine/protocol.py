@@ -187,6 +187,7 @@ class NodeInfo:
     specs: tuple[PoolSpec, ...]
     max_model_len: int
     max_running_requests: int
+    max_batch_tokens: int
     num_pages: Mapping[TableSpec, int]  # usable pages of each table
     agent: bytes = b""
     protocol_version: int = PROTOCOL_VERSION
@@ -204,9 +205,9 @@ class PrefillResult:
 
 @dataclass(frozen=True)
 class TokenChunk:
-    """Output tokens of one request from one or more decode steps, or its failure."""
+    """Output tokens of one granted request from one or more decode steps, or its failure."""
 
-    request_id: str
+    grant_id: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     error: str | None = None
@@ -265,8 +266,11 @@ class PrefillClient(Protocol):
         """
         ...
 
-    async def abort(self, request_id: str) -> None:
-        """Stop the request; returns when nothing of it is in flight. Unknown ids are ignored."""
+    async def abort(self, grant_id: str) -> None:
+        """Stop the granted request; returns when nothing of it is in flight.
+
+        Unknown ids are ignored.
+        """
         ...
 
     async def status(self, router_id: str) -> NodeStatus:

@@ -1,0 +1,51 @@
+"""How many pages each table gets from a node's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sluice.cache.spec import PoolSpec, TableSpec, tables_of
+
+
+def plan_pages(
+    specs: Sequence[PoolSpec],
+    *,
+    cache_bytes: int,
+    max_requests: int,
+    max_step_tokens: int,
+    max_model_len: int,
+) -> dict[TableSpec, int]:
+    """Usable pages of each table, so that all pools together fit into `cache_bytes`.
+
+    Tables with bounded retention get what `max_requests` requests can ever hold while a step
+    computes `max_step_tokens` tokens, so an admitted request never finds them empty. The rest goes
+    to the Full tables, with the same capacity in tokens for each.
+
+    Raises ValueError if the memory does not hold even one page of each Full table.
+    """
+    page_bytes = dict.fromkeys(tables_of(specs), 0)
+    for spec in specs:
+        page_bytes[spec.table] += spec.page_bytes
+    pages: dict[TableSpec, int] = {}
+    for table in page_bytes:
+        if table.retention.max_live_tokens is not None:
+            per_request = table.max_pages(1, max_model_len) + 1
+            pages[table] = max_requests * per_request + max_step_tokens // table.tokens_per_page
+    bounded_bytes = sum((count + 1) * page_bytes[table] for table, count in pages.items())
+
+    full = [table for table in page_bytes if table not in pages]
+    null_bytes = sum(page_bytes[table] for table in full)
+    left_bytes = cache_bytes - bounded_bytes - null_bytes
+    bytes_per_token = sum(page_bytes[table] / table.tokens_per_page for table in full)
+    max_tokens = int(left_bytes / bytes_per_token) if full else 0
+    for table in full:
+        most = max_requests * table.max_pages(1, max_model_len)
+        pages[table] = min(most, max_tokens // table.tokens_per_page)
+        if pages[table] < 1:
+            needed = bounded_bytes + 2 * null_bytes
+            raise ValueError(
+                f"cache_bytes is {cache_bytes}, expected at least {needed} for "
+                f"{max_requests} requests of {max_step_tokens} tokens a step; "
+                "raise cache_bytes or lower max_running_requests or max_batch_tokens"
+            )
+    return {table: pages[table] for table in page_bytes}

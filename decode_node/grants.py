@@ -1,0 +1,77 @@
+"""Grants: pages promised to transfers, from `reserve` until the request ends.
+
+    reserve ──► pending ──all pages landed──► running ──last token──► gone
+                  │ lease over, or release        │ release
+                  ▼ with a write in flight        ▼
+                 held ──lease + margin──► gone   gone
+
+A pending grant's pages may be the target of a write that is on its way. They are reused only when
+prefill says that nothing is in flight, or when no lease it could have seen is still running.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sluice.engine.batch import Chunk
+from sluice.engine.protocol import PageGrant
+from sluice.engine.request import Request
+
+
+@dataclass
+class Stream:
+    """One granted request: its pages, whom its tokens go to, and until when it may wait."""
+
+    request: Request
+    grant: PageGrant
+    router_id: str
+    deadline: float  # monotonic seconds; for a pending grant the end of its lease
+    running: bool = False
+
+    def next_chunk(self) -> Chunk:
+        """The single token to compute next: the newest one, whose row is in no pool yet."""
+        start = self.request.num_computed_tokens
+        return Chunk(self.request, start, start + 1)
+
+
+class Grants:
+    """Streams by grant id, and the ids whose pages wait out a lease."""
+
+    def __init__(self, lease_s: float) -> None:
+        self.lease_s = lease_s
+        self._streams: dict[str, Stream] = {}
+        self._held: dict[str, float] = {}  # grant id -> monotonic second of its release
+
+    def add(self, stream: Stream) -> None:
+        self._streams[stream.grant.grant_id] = stream
+
+    def get(self, grant_id: str) -> Stream | None:
+        return self._streams.get(grant_id)
+
+    def remove(self, grant_id: str) -> None:
+        del self._streams[grant_id]
+
+    def hold(self, grant_id: str, now: float) -> None:
+        """Stop serving the grant but keep its pages for a lease and as much again as margin."""
+        stream = self._streams.pop(grant_id)
+        self._held[grant_id] = max(now, stream.deadline) + self.lease_s
+
+    def take_held(self, now: float) -> list[str]:
+        """Grants whose pages are safe to reuse now."""
+        over = [grant_id for grant_id, until in self._held.items() if until <= now]
+        for grant_id in over:
+            del self._held[grant_id]
+        return over
+
+    def running(self) -> list[Stream]:
+        return [stream for stream in self._streams.values() if stream.running]
+
+    def pending(self) -> list[Stream]:
+        return [stream for stream in self._streams.values() if not stream.running]
+
+    def of_router(self, router_id: str) -> list[Stream]:
+        return [s for s in self._streams.values() if s.router_id == router_id]
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)

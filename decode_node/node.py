@@ -1,0 +1,262 @@
+"""DecodeNode: receives pages of prefilled prompts and streams the rest of their tokens.
+
+The life of a request:
+
+1. `reserve` takes pages in every pool for the whole request, or refuses naming what is short.
+2. Prefill writes into them. When every pool's rows have landed, the request joins the batch; its
+   first output token came with the last notification.
+3. Each step computes one token of every running request and sends all new tokens to each router
+   in one message.
+4. With its last token, at `release`, or when its router falls silent, its pages are given back.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+from sluice.cache.manager import NoRoom
+from sluice.decode_node.grants import Grants, Stream
+from sluice.decode_node.outbox import Outbox, Sink
+from sluice.engine.config import SluiceConfig
+from sluice.engine.loop import LoopThread
+from sluice.engine.metrics import NodeMetrics
+from sluice.engine.protocol import (
+    GenerateRequest,
+    NodeInfo,
+    NodeStatus,
+    PageGrant,
+    PageRun,
+    Refused,
+    Role,
+    TokenChunk,
+)
+from sluice.engine.request import Request
+from sluice.engine.runner import Runner
+from sluice.engine.sampler import sample
+from sluice.transfer.receiver import Arrival, Receiver
+from sluice.transfer.transport import Transport, make_transport
+
+log = logging.getLogger(__name__)
+
+IDLE_WAIT_S = 0.1  # how late an expired lease may be noticed
+ARRIVAL_POLL_S = 0.0005  # notifications are polled; short against the transfer of one chunk
+
+
+class DecodeNode:
+    """A decode node. Public methods may be called from any thread."""
+
+    def __init__(
+        self, runner: Runner, transport: Transport, config: SluiceConfig, node_id: str, host: str
+    ) -> None:
+        self.runner = runner
+        self.metrics = NodeMetrics()
+        self._receiver = Receiver(transport, runner.pools)
+        self._grants = Grants(config.transfer.lease_s)
+        self._outbox = Outbox()
+        self._routers: dict[str, float] = {}  # router id -> monotonic second of its last sign
+        self._epochs = itertools.count(1)
+        self._last_turn = time.monotonic()
+        self._loop = LoopThread(node_id, self._turn)
+        self.info: NodeInfo = runner.describe(
+            node_id=node_id,
+            role=Role.DECODE,
+            host=host,
+            agent=transport.address(),
+            max_batch_tokens=config.decode.max_running_requests,
+        )
+
+    @classmethod
+    def load(cls, config: SluiceConfig, node_id: str, host: str) -> DecodeNode:
+        """Load the model and open the transport. Raises ConfigError."""
+        runner = Runner.load(config, Role.DECODE)
+        return cls(runner, make_transport(config.transfer, node_id), config, node_id, host)
+
+    def start(self) -> None:
+        self._loop.start()
+
+    def stop(self) -> None:
+        """End the loop; unfinished requests are lost to this node."""
+        self._loop.stop()
+        self._receiver.close()
+
+    def reserve(self, request: GenerateRequest, router_id: str) -> Future[PageGrant]:
+        """Take pages in every pool for the request's greatest length. Raises Refused."""
+        return self._loop.call(lambda: self._reserve(request, router_id))
+
+    def release(self, grant_id: str, *, in_flight: bool) -> Future[None]:
+        """End the request. Unknown ids are ignored.
+
+        in_flight: a write may still land, so the pages wait out the lease.
+        """
+        return self._loop.call(lambda: self._release(grant_id, in_flight=in_flight))
+
+    def subscribe(self, router_id: str, sink: Sink) -> None:
+        """Send the router's token chunks to `sink`, which is called on the loop thread."""
+        self._outbox.subscribe(router_id, sink)
+
+    def unsubscribe(self, router_id: str, sink: Sink) -> None:
+        self._outbox.unsubscribe(router_id, sink)
+
+    def status(self, router_id: str) -> Future[NodeStatus]:
+        """Gauges, and the router's sign of life."""
+        return self._loop.call(lambda: self._status(router_id))
+
+    def _turn(self) -> float:
+        self._expire_leases()
+        self._take_arrivals()
+        if running := self._grants.running():
+            self._step(running)
+        self._outbox.flush()
+        if self._grants.running():
+            return 0.0
+        return ARRIVAL_POLL_S if self._grants.pending() else IDLE_WAIT_S
+
+    def _reserve(self, request: GenerateRequest, router_id: str) -> PageGrant:
+        self._routers[router_id] = time.monotonic()
+        grant_id = f"{request.request_id}.{uuid.uuid4().hex[:8]}"
+        state = Request.of(request, grant_id)
+        num_tokens = len(state.token_ids)
+        try:
+            self.runner.manager.grant(
+                grant_id, num_tokens=num_tokens, max_tokens=request.max_total_tokens
+            )
+        except NoRoom as error:
+            raise Refused(f"{self.info.node_id}: {error}; try again or another node") from error
+        tables = self.runner.manager.page_tables(grant_id)
+        live = {table: table.pages(num_tokens, num_tokens) for table in tables}
+        grant = PageGrant(
+            grant_id=grant_id,
+            epoch=next(self._epochs),
+            node_id=self.info.node_id,
+            incarnation=self.info.incarnation,
+            request_id=request.request_id,
+            num_tokens=num_tokens,
+            pages={
+                table: PageRun(held.first, tuple(held.pages[: len(live[table])]))
+                for table, held in tables.items()
+            },
+            lease_s=self._grants.lease_s,
+        )
+        deadline = time.monotonic() + self._grants.lease_s
+        self._grants.add(Stream(state, grant, router_id, deadline))
+        self._receiver.expect(grant)
+        return grant
+
+    def _release(self, grant_id: str, *, in_flight: bool) -> None:
+        stream = self._grants.get(grant_id)
+        if stream is None:
+            return
+        self._receiver.forget(grant_id)
+        if in_flight and not stream.running:
+            self._grants.hold(grant_id, time.monotonic())
+        else:
+            self._grants.remove(grant_id)
+            self.runner.manager.release(grant_id)
+
+    def _expire_leases(self) -> None:
+        """Void what nobody vouches for any more.
+
+        A node that was frozen for a lease finds its own clock jumped: the others have given it
+        up, so everything it holds is void, whatever has arrived meanwhile.
+        """
+        now, lease_s = time.monotonic(), self._grants.lease_s
+        frozen = now - self._last_turn > lease_s
+        self._last_turn = now
+        for router_id, seen in list(self._routers.items()):
+            if frozen or now - seen > lease_s:
+                for stream in self._grants.of_router(router_id):
+                    self._void(stream, "the lease ended without a sign of its router")
+                del self._routers[router_id]
+                if not frozen:
+                    self._outbox.forget(router_id)
+        for stream in self._grants.pending():
+            if now > stream.deadline:
+                self._void(stream, "the lease ended before all pages arrived")
+        for grant_id in self._grants.take_held(now):
+            self.runner.manager.release(grant_id)
+
+    def _void(self, stream: Stream, reason: str) -> None:
+        self._send(stream, TokenChunk(stream.grant.grant_id, (), error=reason))
+        self.metrics.failed_requests.labels("lease").inc()
+        self._release(stream.grant.grant_id, in_flight=True)
+
+    def _take_arrivals(self) -> None:
+        """Let requests run whose pages have all landed; any arrival renews its lease."""
+        for arrival in self._receiver.poll():
+            stream = self._grants.get(arrival.grant_id)
+            if stream is not None:
+                self._take_arrival(stream, arrival)
+
+    def _take_arrival(self, stream: Stream, arrival: Arrival) -> None:
+        stream.deadline = time.monotonic() + self._grants.lease_s
+        if arrival.error is not None:
+            self._void(stream, arrival.error)
+        elif arrival.first_token is not None:
+            stream.request.num_computed_tokens = stream.grant.num_tokens
+            stream.request.append(arrival.first_token)
+            stream.running = True
+
+    def _step(self, streams: Sequence[Stream]) -> None:
+        """One more token for every running request."""
+        started = time.perf_counter()
+        chunks = [stream.next_chunk() for stream in streams]
+        for chunk in chunks:
+            self.runner.manager.extend(chunk.request.grant_id, chunk.start, chunk.end)
+        try:
+            logits = self.runner.step(chunks)
+        except Exception as error:
+            log.exception("event=step_failed node=%s", self.info.node_id)
+            for stream in streams:
+                self._end(
+                    stream,
+                    TokenChunk(stream.grant.grant_id, (), error=f"decode step failed: {error}"),
+                )
+            return
+        requests = [stream.request for stream in streams]
+        tokens = sample(
+            logits, [r.sampling for r in requests], [r.num_output_tokens for r in requests]
+        )
+        self.metrics.step_seconds.observe(time.perf_counter() - started)
+        self.metrics.computed_tokens.labels("decode").inc(len(tokens))
+        for stream, token in zip(streams, tokens, strict=True):
+            self._emit(stream, token)
+
+    def _emit(self, stream: Stream, token: int) -> None:
+        request = stream.request
+        request.num_computed_tokens += 1
+        self.runner.manager.expire(request.grant_id, request.num_computed_tokens)
+        reason = request.append(token)
+        chunk = TokenChunk(stream.grant.grant_id, (token,), reason)
+        if reason is None:
+            self._send(stream, chunk)
+        else:
+            self._end(stream, chunk)
+
+    def _end(self, stream: Stream, chunk: TokenChunk) -> None:
+        self._send(stream, chunk)
+        self._release(stream.grant.grant_id, in_flight=False)
+
+    def _send(self, stream: Stream, chunk: TokenChunk) -> None:
+        self._outbox.put(stream.router_id, chunk)
+
+    def _status(self, router_id: str) -> NodeStatus:
+        self._routers[router_id] = time.monotonic()
+        pending, running = len(self._grants.pending()), len(self._grants.running())
+        for state, count in (
+            ("pending", pending),
+            ("running", running),
+            ("held", self._grants.num_held),
+        ):
+            self.metrics.grants.labels(state).set(count)
+        return NodeStatus(
+            node_id=self.info.node_id,
+            running=running,
+            waiting=pending,
+            pools=self.runner.manager.usage(),
+            metrics=self.metrics.families(),
+        )

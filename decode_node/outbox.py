@@ -1,0 +1,51 @@
+"""Outbox: the token chunks of a step, one message for each router."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+
+from sluice.engine.protocol import TokenChunk
+
+Sink = Callable[[list[TokenChunk]], None]
+
+
+class Outbox:
+    """Collects chunks during a step and hands them to the routers' sinks.
+
+    `put` and `flush` belong to the loop thread; `subscribe` may come from any thread. What is
+    flushed before a router subscribes waits for it, until `forget`.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._chunks: dict[str, list[TokenChunk]] = defaultdict(list)
+        self._sinks: dict[str, Sink] = {}
+
+    def put(self, router_id: str, chunk: TokenChunk) -> None:
+        with self._lock:
+            self._chunks[router_id].append(chunk)
+
+    def flush(self) -> None:
+        """Deliver what was put, to every router that has subscribed."""
+        with self._lock:
+            for router_id in [r for r in self._chunks if r in self._sinks]:
+                self._sinks[router_id](self._chunks.pop(router_id))
+
+    def subscribe(self, router_id: str, sink: Sink) -> None:
+        """Send the router's chunks to `sink` from now on; an older sink is replaced."""
+        with self._lock:
+            self._sinks[router_id] = sink
+        self.flush()
+
+    def unsubscribe(self, router_id: str, sink: Sink) -> None:
+        """Stop sending to `sink`, if it is still the router's."""
+        with self._lock:
+            if self._sinks.get(router_id) is sink:
+                del self._sinks[router_id]
+
+    def forget(self, router_id: str) -> None:
+        """Drop what waits for a router that is gone."""
+        with self._lock:
+            self._chunks.pop(router_id, None)

@@ -1,0 +1,86 @@
+"""Nodes, router and cluster behind Ray actor handles, as the protocol's clients.
+
+The clients travel to the router's process, so nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import ray
+
+from sluice.deploy.ray_errors import call, mapped
+from sluice.engine.protocol import (
+    ClusterState,
+    GenerateRequest,
+    NodeInfo,
+    NodeStatus,
+    PageGrant,
+    PrefillResult,
+    Role,
+    TokenChunk,
+)
+
+
+class RayPrefillClient:
+    """A PrefillClient over a PrefillActor's handle."""
+
+    def __init__(self, actor: Any, info: NodeInfo) -> None:
+        self.info = info
+        self._actor = actor
+
+    async def run(self, request: GenerateRequest, grant: PageGrant) -> PrefillResult:
+        return await call(self.info.node_id, self._actor.run.remote(request, grant))
+
+    async def abort(self, request_id: str) -> None:
+        await call(self.info.node_id, self._actor.abort.remote(request_id))
+
+    async def status(self, router_id: str) -> NodeStatus:
+        return await call(self.info.node_id, self._actor.status.remote(router_id))
+
+
+class RayDecodeClient:
+    """A DecodeClient over a DecodeActor's handle."""
+
+    def __init__(self, actor: Any, info: NodeInfo) -> None:
+        self.info = info
+        self._actor = actor
+
+    async def reserve(self, request: GenerateRequest, router_id: str) -> PageGrant:
+        return await call(self.info.node_id, self._actor.reserve.remote(request, router_id))
+
+    async def release(self, grant_id: str, *, in_flight: bool) -> None:
+        released = self._actor.release.remote(grant_id, in_flight=in_flight)
+        await call(self.info.node_id, released)
+
+    async def tokens(self, router_id: str) -> AsyncIterator[list[TokenChunk]]:
+        stream = self._actor.tokens.options(num_returns="streaming").remote(router_id)
+        ended = False
+        try:
+            with mapped(self.info.node_id):
+                async for step in stream:
+                    yield await step
+                ended = True
+        finally:
+            if not ended:  # the router lost interest, or the node died: end the call there too
+                ray.cancel(stream)
+
+    async def status(self, router_id: str) -> NodeStatus:
+        return await call(self.info.node_id, self._actor.status.remote(router_id))
+
+
+class RayCluster:
+    """The router's Cluster over the controller actor's handle."""
+
+    def __init__(self, controller: Any) -> None:
+        self._controller = controller
+
+    async def state(self) -> ClusterState:
+        return await call("the controller", self._controller.state.remote())
+
+    async def scale(self, role: Role, replicas: int) -> None:
+        await call("the controller", self._controller.scale.remote(role, replicas))
+
+    async def drain(self, node_id: str) -> None:
+        await call("the controller", self._controller.drain.remote(node_id))

@@ -1,0 +1,163 @@
+"""PrefillActor and DecodeActor: one node each, in a Ray worker process of its own.
+
+The life of an actor:
+
+1. Ray starts the process and builds the actor; nothing is loaded yet.
+2. `start` loads the model in a thread, so that the actor answers meanwhile, and returns NodeInfo.
+3. The controller introduces prefill nodes to decode nodes; the router sends requests.
+4. `stop` ends the node's loop; the controller ends the process. When the process dies on its own,
+   the pending call of `alive` fails, which tells the controller at once.
+
+Node code is imported inside the process that runs it: the controller and the router import this
+module for the class only and must not load torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+import ray
+
+from sluice.deploy.logs import log_to_stderr
+from sluice.engine.config import SluiceConfig
+from sluice.engine.protocol import (
+    GenerateRequest,
+    NodeError,
+    NodeInfo,
+    NodeStatus,
+    PageGrant,
+    PrefillResult,
+    SluiceError,
+    TokenChunk,
+)
+
+if TYPE_CHECKING:
+    from sluice.decode_node.client import AsyncDecode
+    from sluice.prefill_node.client import AsyncPrefill
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def only_our_errors(method: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
+    """Let nothing but SluiceErrors leave: a caller unpickling another might import torch."""
+
+    @functools.wraps(method)
+    async def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return await method(*args, **kwargs)
+        except SluiceError:
+            raise
+        except Exception as error:
+            raise NodeError(f"{type(error).__name__}: {error}") from None
+
+    return guarded
+
+
+class NodeActor:
+    """What both kinds of node have in common."""
+
+    def __init__(self, config: SluiceConfig, node_id: str, num_threads: int) -> None:
+        # OpenMP reads it once, when torch is loaded, and applies it to every thread of the node.
+        os.environ["OMP_NUM_THREADS"] = str(num_threads)
+        log_to_stderr()
+        self._config = config
+        self._node_id = node_id
+        self._stopped = asyncio.Event()
+
+    async def alive(self) -> None:
+        """Return when the node was stopped; the call fails when the process dies."""
+        await self._stopped.wait()
+
+    def _host(self) -> str:
+        return str(ray.util.get_node_ip_address())
+
+
+class PrefillActor(NodeActor):
+    """A prefill node behind Ray calls."""
+
+    _face: AsyncPrefill
+
+    @only_our_errors
+    async def start(self) -> NodeInfo:
+        """Load the model and start the node. Raises ConfigError."""
+        self._face = await asyncio.to_thread(self._load)
+        return self._face.info
+
+    def _load(self) -> AsyncPrefill:
+        from sluice.prefill_node.client import AsyncPrefill
+        from sluice.prefill_node.node import PrefillNode
+
+        node = PrefillNode.load(self._config, self._node_id, self._host())
+        node.start()
+        return AsyncPrefill(node)
+
+    @only_our_errors
+    async def connect(self, peer: NodeInfo) -> None:
+        await self._face.connect(peer)
+
+    @only_our_errors
+    async def disconnect(self, node_id: str) -> None:
+        await self._face.disconnect(node_id)
+
+    @only_our_errors
+    async def run(self, request: GenerateRequest, grant: PageGrant) -> PrefillResult:
+        return await self._face.run(request, grant)
+
+    @only_our_errors
+    async def abort(self, request_id: str) -> None:
+        await self._face.abort(request_id)
+
+    @only_our_errors
+    async def status(self, router_id: str) -> NodeStatus:
+        return await self._face.status(router_id)
+
+    @only_our_errors
+    async def stop(self) -> None:
+        await asyncio.to_thread(self._face.node.stop)
+        self._stopped.set()
+
+
+class DecodeActor(NodeActor):
+    """A decode node behind Ray calls."""
+
+    _face: AsyncDecode
+
+    @only_our_errors
+    async def start(self) -> NodeInfo:
+        """Load the model and start the node. Raises ConfigError."""
+        self._face = await asyncio.to_thread(self._load)
+        return self._face.info
+
+    def _load(self) -> AsyncDecode:
+        from sluice.decode_node.client import AsyncDecode
+        from sluice.decode_node.node import DecodeNode
+
+        node = DecodeNode.load(self._config, self._node_id, self._host())
+        node.start()
+        return AsyncDecode(node)
+
+    @only_our_errors
+    async def reserve(self, request: GenerateRequest, router_id: str) -> PageGrant:
+        return await self._face.reserve(request, router_id)
+
+    @only_our_errors
+    async def release(self, grant_id: str, *, in_flight: bool) -> None:
+        await self._face.release(grant_id, in_flight=in_flight)
+
+    async def tokens(self, router_id: str) -> AsyncIterator[list[TokenChunk]]:
+        async for step in self._face.tokens(router_id):
+            yield step
+
+    @only_our_errors
+    async def status(self, router_id: str) -> NodeStatus:
+        return await self._face.status(router_id)
+
+    @only_our_errors
+    async def stop(self) -> None:
+        await asyncio.to_thread(self._face.node.stop)
+        self._stopped.set()

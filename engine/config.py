@@ -1,0 +1,171 @@
+"""The whole configuration of a deployment: one frozen tree, read from one YAML file.
+
+Unknown keys are refused with the nearest known name; every value has its unit in its name, a
+default and one line that says what it does.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from sluice.engine.protocol import ConfigError
+
+
+class Section(BaseModel):
+    """A part of the config: immutable, and closed to unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelConfig(Section):
+    path: Path  # checkpoint folder: config.json, *.safetensors, tokenizer.json
+    name: str = ""  # name in the API; default: the folder's name
+    cache_path: Literal["hybrid", "native"] = "hybrid"  # which pools the model keeps
+    dtype: Literal["float32", "bfloat16"] = "float32"  # weights and activations
+    max_model_len: int | None = Field(None, gt=0)  # tokens; default: what the checkpoint allows
+
+    @property
+    def served_name(self) -> str:
+        return self.name or self.path.resolve().name
+
+
+class PoolConfig(Section):
+    """A role's own layout of one pool; what is not given comes from the model's declaration."""
+
+    tokens_per_page: int | None = Field(None, gt=0)
+    dtype: str | None = None
+    device: Literal["cpu", "cuda", "host"] | None = None
+
+
+class RoleConfig(Section):
+    replicas: int = Field(1, ge=0)  # nodes to start with
+    min_replicas: int = Field(0, ge=0)  # lower limit for scaling
+    max_replicas: int = Field(16, ge=1)  # upper limit for scaling
+    device: Literal["cpu", "cuda"] = "cpu"
+    cache_bytes: int = Field(256 << 20, gt=0)  # memory for all pools of one node
+    pools: dict[str, PoolConfig] = Field(default_factory=dict)
+    max_batch_tokens: int = Field(512, gt=0)  # tokens one step computes (the chunk size)
+    max_running_requests: int = Field(16, gt=0)  # requests a node holds pages for
+    num_cpus: int = Field(1, ge=1)  # CPU cores, and torch threads, of one node
+    num_gpus: int = Field(0, ge=0)
+    tensor_parallel: Literal[1] = 1
+
+    @model_validator(mode="after")
+    def _limits_in_order(self) -> RoleConfig:
+        if not self.min_replicas <= self.replicas <= self.max_replicas:
+            raise ValueError(
+                f"replicas is {self.replicas}, expected {self.min_replicas} (min_replicas) to "
+                f"{self.max_replicas} (max_replicas)"
+            )
+        return self
+
+
+class RouterConfig(Section):
+    host: str = "127.0.0.1"
+    port: int = Field(8000, ge=0, le=65535)  # 0: any free port
+    prefill_policy: Literal["round_robin", "least_loaded"] = "least_loaded"
+    decode_policy: Literal["round_robin", "least_loaded"] = "least_loaded"
+    max_queue: int = Field(1024, ge=0)  # requests that may wait
+    request_timeout_s: float = Field(600.0, gt=0)  # from arrival to last token
+    api_keys_file: Path | None = None  # one key a line
+
+
+class TransferConfig(Section):
+    backend: str = "UCX"  # NIXL backend, or "local" within one process
+    backend_params: dict[str, str] = Field(default_factory=dict)
+    lease_s: float = Field(30.0, gt=0)  # how long a grant outlives its last sign of progress
+    checksum: Literal["off", "full"] = "off"  # xxhash of every pool's bytes in the notification
+
+
+class RayConfig(Section):
+    address: str | None = None  # a running cluster; default: one of our own on this machine
+    namespace: str = "sluice"
+
+
+class SluiceConfig(Section):
+    """The root of a config file."""
+
+    model: ModelConfig
+    prefill: RoleConfig = RoleConfig()
+    decode: RoleConfig = RoleConfig()
+    router: RouterConfig = RouterConfig()
+    transfer: TransferConfig = TransferConfig()
+    ray: RayConfig = RayConfig()
+
+
+def load_config(path: Path) -> SluiceConfig:
+    """Read and check a YAML config; relative paths in it are relative to the file.
+
+    Raises ConfigError naming the key, the value, the expectation and, for an unknown key, the
+    nearest known one.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"config {path}: {error.strerror or error}; "
+            "give the path of a YAML file, for example deploy/configs/local.yaml"
+        ) from error
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"config {path}: not valid YAML: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(
+            f"config {path}: expected keys such as `model:`, got {type(data).__name__}"
+        )
+    config = parse_config(data, source=str(path))
+    base = path.resolve().parent
+    changes: dict[str, Any] = {
+        "model": config.model.model_copy(update={"path": base / config.model.path.expanduser()})
+    }
+    if (keys := config.router.api_keys_file) is not None:
+        router = config.router.model_copy(update={"api_keys_file": base / keys.expanduser()})
+        changes["router"] = router
+    return config.model_copy(update=changes)
+
+
+def parse_config(data: Mapping[str, Any], source: str = "config") -> SluiceConfig:
+    """Check a config given as nested mappings. Raises ConfigError."""
+    try:
+        return SluiceConfig.model_validate(data)
+    except ValidationError as error:
+        problems = "\n".join(f"  {line}" for line in _explain(error))
+        raise ConfigError(f"{source}: {error.error_count()} problem(s)\n{problems}") from error
+
+
+def _explain(error: ValidationError) -> Iterator[str]:
+    for problem in error.errors():
+        key = ".".join(str(part) for part in problem["loc"])
+        if problem["type"] == "extra_forbidden":
+            known = _known_keys(problem["loc"][:-1])
+            close = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1, cutoff=0.5)
+            hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
+            yield f"{key}: unknown key; {hint}"
+        elif problem["type"] == "missing":
+            yield f"{key}: missing; it has no default"
+        else:
+            yield f"{key}: {problem['msg']}, got {problem['input']!r}"
+
+
+def _known_keys(location: tuple[int | str, ...]) -> list[str]:
+    """Keys of the section that a pydantic error location points at."""
+    section: Any = SluiceConfig
+    for part in location:
+        if (field := section.model_fields.get(str(part))) is not None:
+            section = _section_type(field.annotation)
+    return list(section.model_fields)
+
+
+def _section_type(annotation: Any) -> Any:
+    """The Section inside an annotation such as `dict[str, PoolConfig]` or `X | None`."""
+    if get_origin(annotation) in (dict, Union, types.UnionType):
+        return _section_type([a for a in get_args(annotation) if a is not type(None)][-1])
+    return annotation

@@ -1,0 +1,47 @@
+"""Request: one generation as a node sees it, between arrival and its last token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sluice.engine.protocol import FinishReason, GenerateRequest, SamplingParams
+
+
+@dataclass
+class Request:
+    """A generation's tokens and progress. Owned by the node's loop thread.
+
+    grant_id names this attempt: pages and transfers are held under it, so that a retried request
+    never meets what its first attempt left behind. token_ids: prompt and output so far.
+    num_computed_tokens: tokens whose rows are in the pools.
+    """
+
+    request_id: str
+    grant_id: str
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    token_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+
+    @classmethod
+    def of(cls, request: GenerateRequest, grant_id: str) -> Request:
+        return cls(
+            request_id=request.request_id,
+            grant_id=grant_id,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            sampling=request.sampling,
+            token_ids=list(request.token_ids),
+        )
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    def append(self, token_id: int) -> FinishReason | None:
+        """Add an output token; says why the generation ends with it, if it does."""
+        self.token_ids.append(token_id)
+        if token_id in self.sampling.stop_token_ids:
+            return FinishReason.STOP
+        if self.num_output_tokens >= self.sampling.max_tokens:
+            return FinishReason.LENGTH
+        return None

@@ -1,0 +1,111 @@
+"""Runner: a model with the pools of one role, able to compute a batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from collections.abc import Sequence
+
+import torch
+
+from sluice.cache.budget import plan_pages
+from sluice.cache.manager import CacheManager
+from sluice.cache.pools import allocate_pools
+from sluice.cache.spec import PoolSpec
+from sluice.engine.batch import Chunk, build_inputs
+from sluice.engine.config import RoleConfig, SluiceConfig
+from sluice.engine.protocol import ConfigError, NodeInfo, Role
+from sluice.model.registry import Model, load_model
+
+
+class Runner:
+    """Owns a model, its pools in the role's layout, and the manager of their pages."""
+
+    def __init__(
+        self, model: Model, role: RoleConfig, *, max_step_tokens: int, max_model_len: int
+    ) -> None:
+        """Allocate the pools. Raises ConfigError if layout or memory cannot work."""
+        self.model = model
+        self.max_model_len = max_model_len
+        self.device = role.device
+        self.specs = role_specs(model.specs, role)
+        try:
+            num_pages = plan_pages(
+                self.specs,
+                cache_bytes=role.cache_bytes,
+                max_requests=role.max_running_requests,
+                max_step_tokens=max_step_tokens,
+                max_model_len=max_model_len,
+            )
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        self.pools = allocate_pools(self.specs, num_pages)
+        self.manager = CacheManager(self.specs, num_pages, role.max_running_requests)
+
+    @classmethod
+    def load(cls, config: SluiceConfig, role: Role) -> Runner:
+        """Load the checkpoint and allocate the pools of one role. Raises ConfigError."""
+        section = config.prefill if role is Role.PREFILL else config.decode
+        torch.set_num_threads(section.num_cpus)
+        model = load_model(
+            config.model.path,
+            cache_path=config.model.cache_path,
+            dtype=config.model.dtype,
+            device=section.device,
+        )
+        max_model_len = config.model.max_model_len or model.max_model_len
+        if max_model_len > model.max_model_len:
+            raise ConfigError(
+                f"model.max_model_len is {max_model_len}, expected at most {model.max_model_len}, "
+                "which is what the checkpoint was made for; lower it or leave it out"
+            )
+        step = section.max_batch_tokens if role is Role.PREFILL else section.max_running_requests
+        return cls(model, section, max_step_tokens=step, max_model_len=max_model_len)
+
+    def describe(
+        self, *, node_id: str, role: Role, host: str, agent: bytes, max_batch_tokens: int
+    ) -> NodeInfo:
+        """The node around this runner as peers and router see it; a new incarnation each time."""
+        return NodeInfo(
+            node_id=node_id,
+            incarnation=uuid.uuid4().hex,
+            role=role,
+            host=host,
+            fingerprint=self.model.fingerprint,
+            specs=self.specs,
+            max_model_len=self.max_model_len,
+            max_running_requests=self.manager.max_requests,
+            max_batch_tokens=max_batch_tokens,
+            num_pages=self.manager.num_pages,
+            agent=agent,
+        )
+
+    @torch.inference_mode()
+    def step(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        """Compute the chunks; returns fp32 logits [num_requests, vocab] of their last tokens.
+
+        The pages for [start, end) of every chunk must be held.
+        """
+        inputs = build_inputs(chunks, self.manager, self.device)
+        return self.model.forward(inputs, self.pools)
+
+
+def role_specs(specs: Sequence[PoolSpec], role: RoleConfig) -> tuple[PoolSpec, ...]:
+    """The model's pools in a role's own layout. Raises ConfigError naming pool and field."""
+    known = [spec.name for spec in specs]
+    for name in role.pools:
+        if name not in known:
+            raise ConfigError(
+                f"pools.{name}: the model has no such pool; it has {', '.join(known)}"
+            )
+    return tuple(_laid_out(spec, role) for spec in specs)
+
+
+def _laid_out(spec: PoolSpec, role: RoleConfig) -> PoolSpec:
+    changes = {"device": role.device}
+    if (layout := role.pools.get(spec.name)) is not None:
+        changes |= layout.model_dump(exclude_none=True)
+    try:
+        return dataclasses.replace(spec, **changes)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error

@@ -1,0 +1,297 @@
+"""DeepseekV4Config: what a DeepSeek-V4 checkpoint's config.json says, in one dialect.
+
+Two dialects are read. The official one gives `compress_ratios` (0 sliding, 4 CSA, any other HCA),
+`num_hash_layers`, `qk_rope_head_dim` and `rope_scaling`; transformers writes `layer_types`,
+`mlp_layer_types`, `compress_rates` and nested `rope_parameters`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, TypeVar
+
+from sluice.engine.protocol import ConfigError
+
+Kind = TypeVar("Kind", bound=StrEnum)
+
+CSA_RATIO = 4  # what makes a layer CSA in the official dialect
+
+
+class LayerType(StrEnum):
+    """What a layer's attention sees beyond the sliding window that every layer has."""
+
+    SLIDING = "sliding_attention"  # nothing
+    CSA = "compressed_sparse_attention"  # the indexer's choice of finely compressed rows
+    HCA = "heavily_compressed_attention"  # all of the coarsely compressed rows
+
+
+class MlpType(StrEnum):
+    """How a layer's router picks experts."""
+
+    HASH = "hash_moe"  # by token id, from a table
+    TOPK = "moe"  # by score
+
+
+@dataclass(frozen=True)
+class YarnConfig:
+    factor: float
+    original_max_tokens: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+
+
+@dataclass(frozen=True)
+class DeepseekV4Config:
+    """Shapes and constants of one model. Raises ConfigError if they contradict each other."""
+
+    vocab_size: int
+    hidden_size: int
+    num_heads: int
+    head_dim: int
+    rope_dim: int  # the last channels of a head, which carry the position
+    q_lora_rank: int
+    o_groups: int
+    o_lora_rank: int
+    sliding_window: int  # tokens a query sees raw, itself included
+    layer_types: tuple[LayerType, ...]
+    csa_ratio: int  # tokens per compressed row
+    hca_ratio: int
+    index_num_heads: int
+    index_head_dim: int
+    index_topk: int
+    mlp_types: tuple[MlpType, ...]
+    num_experts: int
+    num_experts_per_token: int
+    expert_width: int
+    routed_scale: float
+    swiglu_limit: float
+    max_model_len: int
+    rope_theta: float  # sliding layers
+    compress_rope_theta: float  # CSA and HCA layers
+    compress_yarn: YarnConfig | None
+    hc_mult: int
+    hc_sinkhorn_iters: int
+    hc_eps: float = 1e-6
+    norm_eps: float = 1e-6
+    bos_token_id: int = 0
+    eos_token_ids: tuple[int, ...] = (1,)
+
+    def __post_init__(self) -> None:
+        for problem in _contradictions(self):
+            raise ConfigError(f"DeepSeek-V4 config: {problem}")
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layer_types)
+
+    def layers_of(self, layer_type: LayerType) -> tuple[int, ...]:
+        """Numbers of the layers of this type."""
+        return tuple(n for n, kind in enumerate(self.layer_types) if kind is layer_type)
+
+
+def _contradictions(config: DeepseekV4Config) -> Iterator[str]:
+    heads, groups = config.num_heads, config.o_groups
+    if len(config.mlp_types) != config.num_layers:
+        yield f"{len(config.mlp_types)} MLP layer types for {config.num_layers} layers"
+    if heads % groups:
+        yield f"num_attention_heads is {heads}, expected a multiple of o_groups ({groups})"
+    if config.rope_dim % 2 or config.rope_dim > min(config.head_dim, config.index_head_dim):
+        yield (
+            f"qk_rope_head_dim is {config.rope_dim}, expected an even number up to head_dim "
+            f"({config.head_dim}) and index_head_dim ({config.index_head_dim})"
+        )
+    if config.num_experts_per_token > config.num_experts:
+        yield (
+            f"num_experts_per_tok is {config.num_experts_per_token}, expected at most "
+            f"n_routed_experts ({config.num_experts})"
+        )
+
+
+def read_config(folder: Path) -> DeepseekV4Config:
+    """The config of a checkpoint folder. Raises ConfigError."""
+    return parse_config(read_json(folder / "config.json"), source=str(folder / "config.json"))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises ConfigError."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: {error.strerror or error}; a checkpoint folder holds config.json, "
+            "tokenizer.json and *.safetensors"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: expected a JSON object, got {type(data).__name__}")
+    return data
+
+
+def parse_config(data: Mapping[str, Any], source: str = "config.json") -> DeepseekV4Config:
+    """A config.json's content, either dialect. Raises ConfigError naming the field."""
+    fields = _Fields(data, source)
+    fields.refuse_unsupported()
+    layer_types, csa_ratio, hca_ratio = _layers(fields)
+    eos = fields.get("eos_token_id", 1)
+    return DeepseekV4Config(
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=fields.integer("hidden_size"),
+        num_heads=fields.integer("num_attention_heads"),
+        head_dim=fields.integer("head_dim"),
+        rope_dim=_rope_dim(fields),
+        q_lora_rank=fields.integer("q_lora_rank"),
+        o_groups=fields.integer("o_groups"),
+        o_lora_rank=fields.integer("o_lora_rank"),
+        sliding_window=fields.integer("sliding_window"),
+        layer_types=layer_types,
+        csa_ratio=csa_ratio,
+        hca_ratio=hca_ratio,
+        index_num_heads=fields.integer("index_n_heads"),
+        index_head_dim=fields.integer("index_head_dim"),
+        index_topk=fields.integer("index_topk"),
+        mlp_types=_mlp_types(fields, len(layer_types)),
+        num_experts=fields.integer("n_routed_experts"),
+        num_experts_per_token=fields.integer("num_experts_per_tok"),
+        expert_width=fields.integer("moe_intermediate_size"),
+        routed_scale=float(fields.require("routed_scaling_factor")),
+        swiglu_limit=float(fields.get("swiglu_limit", 10.0)),
+        max_model_len=fields.integer("max_position_embeddings"),
+        rope_theta=_main_theta(fields),
+        compress_rope_theta=_compress_theta(fields),
+        compress_yarn=_compress_yarn(fields),
+        hc_mult=fields.integer("hc_mult"),
+        hc_sinkhorn_iters=fields.integer("hc_sinkhorn_iters"),
+        hc_eps=float(fields.get("hc_eps", 1e-6)),
+        norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
+        bos_token_id=int(fields.get("bos_token_id", 0)),
+        eos_token_ids=tuple(eos) if isinstance(eos, list) else (int(eos),),
+    )
+
+
+class _Fields:
+    """Access to a config's fields with errors that name file, field, value and expectation."""
+
+    def __init__(self, data: Mapping[str, Any], source: str) -> None:
+        self.data = data
+        self.source = source
+
+    def error(self, problem: str) -> ConfigError:
+        return ConfigError(f"{self.source}: {problem}")
+
+    def get(self, name: str, default: Any) -> Any:
+        value = self.data.get(name)
+        return default if value is None else value
+
+    def require(self, name: str) -> Any:
+        if self.data.get(name) is None:
+            raise self.error(f"{name} is missing; take config.json from the model's release")
+        return self.data[name]
+
+    def integer(self, name: str) -> int:
+        value = self.require(name)
+        if type(value) is not int or value <= 0:
+            raise self.error(f"{name} is {value!r}, expected a positive integer")
+        return value
+
+    def refuse_unsupported(self) -> None:
+        """Fields whose other values would need another forward pass."""
+        supported: dict[str, Any] = {
+            "num_key_value_heads": 1,
+            "n_shared_experts": 1,
+            "scoring_func": "sqrtsoftplus",
+            "hidden_act": "silu",
+            "norm_topk_prob": True,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "tie_word_embeddings": False,
+        }
+        for name, value in supported.items():
+            if self.get(name, value) != value:
+                raise self.error(f"{name} is {self.data[name]!r}, only {value!r} is supported")
+
+
+def _layers(fields: _Fields) -> tuple[tuple[LayerType, ...], int, int]:
+    """Layer types, CSA ratio and HCA ratio, from either dialect."""
+    num_layers = fields.integer("num_hidden_layers")
+    if "layer_types" in fields.data:
+        types = _types(fields, "layer_types", LayerType, num_layers)
+        rates = fields.get("compress_rates", {})
+        return types, rates.get(LayerType.CSA, CSA_RATIO), rates.get(LayerType.HCA, 128)
+    ratios = fields.require("compress_ratios")[:num_layers]  # more follow for MTP layers
+    if len(ratios) != num_layers:
+        raise fields.error(f"compress_ratios has {len(ratios)} entries for {num_layers} layers")
+    coarse = sorted(set(ratios) - {0, CSA_RATIO})
+    if len(coarse) > 1 or any(type(r) is not int or r < 0 for r in ratios):
+        raise fields.error(
+            f"compress_ratios holds {coarse}, expected 0 (sliding), {CSA_RATIO} (CSA) and one "
+            "other ratio (HCA)"
+        )
+    kinds = {0: LayerType.SLIDING, CSA_RATIO: LayerType.CSA}
+    types = tuple(kinds.get(ratio, LayerType.HCA) for ratio in ratios)
+    return types, CSA_RATIO, coarse[0] if coarse else 128
+
+
+def _mlp_types(fields: _Fields, num_layers: int) -> tuple[MlpType, ...]:
+    if "mlp_layer_types" in fields.data:
+        return _types(fields, "mlp_layer_types", MlpType, num_layers)
+    num_hash = min(int(fields.require("num_hash_layers")), num_layers)
+    return (MlpType.HASH,) * num_hash + (MlpType.TOPK,) * (num_layers - num_hash)
+
+
+def _types(
+    fields: _Fields, name: str, kind: type[Kind], num_layers: int
+) -> tuple[Kind, ...]:
+    values = fields.require(name)
+    if len(values) != num_layers:
+        raise fields.error(f"{name} has {len(values)} entries for {num_layers} layers")
+    for number, value in enumerate(values):
+        if value not in list(kind):
+            raise fields.error(
+                f"{name}[{number}] is {value!r}, expected one of {', '.join(kind)}"
+            )
+    return tuple(kind(value) for value in values)
+
+
+def _rope_dim(fields: _Fields) -> int:
+    if "qk_rope_head_dim" in fields.data:
+        return fields.integer("qk_rope_head_dim")
+    return int(fields.integer("head_dim") * float(fields.require("partial_rotary_factor")))
+
+
+def _rope(fields: _Fields, branch: str) -> Mapping[str, Any]:
+    """transformers' parameters of one branch, `main` or `compress`; empty in the other dialect."""
+    return fields.get("rope_parameters", {}).get(branch, {})
+
+
+def _main_theta(fields: _Fields) -> float:
+    main = _rope(fields, "main")
+    if (kind := main.get("rope_type", "default")) != "default":
+        raise fields.error(f"rope_parameters.main.rope_type is {kind!r}, expected 'default'")
+    return float(main.get("rope_theta") or fields.require("rope_theta"))
+
+
+def _compress_theta(fields: _Fields) -> float:
+    compress = _rope(fields, "compress")
+    return float(compress.get("rope_theta") or fields.require("compress_rope_theta"))
+
+
+def _compress_yarn(fields: _Fields) -> YarnConfig | None:
+    yarn = _rope(fields, "compress") or fields.get("rope_scaling", {})
+    kind = yarn.get("rope_type", yarn.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind != "yarn":
+        raise fields.error(f"rope type of compressed layers is {kind!r}, expected yarn or default")
+    if (attention_factor := yarn.get("attention_factor")) not in (None, 1.0):
+        raise fields.error(f"yarn attention_factor is {attention_factor}, only 1.0 is supported")
+    return YarnConfig(
+        factor=float(yarn["factor"]),
+        original_max_tokens=int(yarn["original_max_position_embeddings"]),
+        beta_fast=float(yarn.get("beta_fast") or 32.0),
+        beta_slow=float(yarn.get("beta_slow") or 1.0),
+    )

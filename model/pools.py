@@ -1,0 +1,127 @@
+"""The cache pools of DeepSeek-V4, and the only names they have.
+
+    swa_kv            every layer   one row a token          the sliding window
+    c4_kv             CSA layers    one row a CSA block      everything
+    c4_index_k        CSA layers    one row a CSA block      everything (the indexer's keys)
+    c128_kv           HCA layers    one row an HCA block     everything
+    c4_state          CSA layers    kv and score a token     the unfinished block and one before
+    c4_index_state    CSA layers    kv and score a token     the same, of the indexer's compressor
+    c128_state        HCA layers    max, sum, weighted kv    the unfinished block, as one row
+
+Names stay whatever the ratios are: c4 is the CSA branch, c128 the HCA branch. A pool that no layer
+uses is not declared.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from sluice.cache.spec import Block, Full, PoolSpec, Window
+from sluice.model.config import DeepseekV4Config, LayerType
+
+SWA_KV = "swa_kv"
+C4_KV = "c4_kv"
+C4_INDEX_K = "c4_index_k"
+C128_KV = "c128_kv"
+C4_STATE = "c4_state"
+C4_INDEX_STATE = "c4_index_state"
+C128_STATE = "c128_state"
+
+MAX_WINDOW_PAGE_TOKENS = 64  # 64 rows: the page of FlashMLA's kernels
+STATE_PAGE_BLOCKS = 2  # a CSA state page spans the live block and the one before
+FULL_PAGE_BLOCKS = 2  # of the coarsest ratio: 256 tokens, hence 64 CSA rows, for 4 and 128
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """How a pool stores one row."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def declare(
+    config: DeepseekV4Config,
+    *,
+    dtype: str = "float32",
+    kv_row: RowFormat | None = None,
+    index_row: RowFormat | None = None,
+) -> tuple[PoolSpec, ...]:
+    """The pools of the hybrid path in their default layout.
+
+    Rows of kv and of index keys are vectors of `dtype` unless another format is given; compressor
+    state is always fp32.
+    """
+    kv = kv_row or RowFormat((config.head_dim,), dtype)
+    index = index_row or RowFormat((config.index_head_dim,), dtype)
+    csa, hca = config.layers_of(LayerType.CSA), config.layers_of(LayerType.HCA)
+    specs = [_window(config, kv)]
+    if csa:
+        specs += [_compressed(C4_KV, csa, kv, config.csa_ratio, config)]
+        specs += [_compressed(C4_INDEX_K, csa, index, config.csa_ratio, config)]
+    if hca:
+        specs += [_compressed(C128_KV, hca, kv, config.hca_ratio, config)]
+    if csa:
+        specs += [_raw_state(C4_STATE, csa, config.head_dim, config.csa_ratio)]
+        specs += [_raw_state(C4_INDEX_STATE, csa, config.index_head_dim, config.csa_ratio)]
+    if hca:
+        specs += [_accumulators(hca, config)]
+    return tuple(specs)
+
+
+def _window(config: DeepseekV4Config, row: RowFormat) -> PoolSpec:
+    return PoolSpec(
+        name=SWA_KV,
+        layers=tuple(range(config.num_layers)),
+        row_shape=row.shape,
+        dtype=row.dtype,
+        tokens_per_row=1,
+        tokens_per_page=min(MAX_WINDOW_PAGE_TOKENS, config.sliding_window),
+        retention=Window(config.sliding_window),
+    )
+
+
+def _compressed(
+    name: str, layers: tuple[int, ...], row: RowFormat, ratio: int, config: DeepseekV4Config
+) -> PoolSpec:
+    return PoolSpec(
+        name=name,
+        layers=layers,
+        row_shape=row.shape,
+        dtype=row.dtype,
+        tokens_per_row=ratio,
+        tokens_per_page=_full_page_tokens(config),
+        retention=Full(),
+    )
+
+
+def _full_page_tokens(config: DeepseekV4Config) -> int:
+    """One span for all Full pools, so that they share a page table."""
+    ratios = {LayerType.CSA: config.csa_ratio, LayerType.HCA: config.hca_ratio}
+    used = [ratio for kind, ratio in ratios.items() if config.layers_of(kind)]
+    return FULL_PAGE_BLOCKS * math.lcm(*used)
+
+
+def _raw_state(name: str, layers: tuple[int, ...], dim: int, ratio: int) -> PoolSpec:
+    return PoolSpec(
+        name=name,
+        layers=layers,
+        row_shape=(2, 2 * dim),  # kv and score, each for the next block's row and its own
+        dtype="float32",
+        tokens_per_row=1,
+        tokens_per_page=STATE_PAGE_BLOCKS * ratio,
+        retention=Block(ratio, overlap=1),
+    )
+
+
+def _accumulators(layers: tuple[int, ...], config: DeepseekV4Config) -> PoolSpec:
+    return PoolSpec(
+        name=C128_STATE,
+        layers=layers,
+        row_shape=(3, config.head_dim),  # max, sum, weighted kv
+        dtype="float32",
+        tokens_per_row=config.hca_ratio,
+        tokens_per_page=config.hca_ratio,
+        retention=Block(config.hca_ratio),
+    )

@@ -1,0 +1,81 @@
+"""DeepSeek-V4-Flash and -Pro at their real shapes: for planning, without any weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from sluice.cache.spec import PoolSpec
+from sluice.engine.protocol import ConfigError
+from sluice.model.config import DeepseekV4Config, LayerType, MlpType, YarnConfig
+from sluice.model.pools import RowFormat, declare
+
+_SLIDING, _CSA, _HCA = LayerType.SLIDING, LayerType.CSA, LayerType.HCA
+
+V4_FLASH = DeepseekV4Config(
+    vocab_size=129_280,
+    hidden_size=4096,
+    num_heads=64,
+    head_dim=512,
+    rope_dim=64,
+    q_lora_rank=1024,
+    o_groups=8,
+    o_lora_rank=1024,
+    sliding_window=128,
+    layer_types=(_SLIDING, _SLIDING, *(_CSA, _HCA) * 20, _CSA),
+    csa_ratio=4,
+    hca_ratio=128,
+    index_num_heads=64,
+    index_head_dim=128,
+    index_topk=512,
+    mlp_types=(MlpType.HASH,) * 3 + (MlpType.TOPK,) * 40,
+    num_experts=256,
+    num_experts_per_token=6,
+    expert_width=2048,
+    routed_scale=1.5,
+    swiglu_limit=10.0,
+    max_model_len=1 << 20,
+    rope_theta=10_000.0,
+    compress_rope_theta=160_000.0,
+    compress_yarn=YarnConfig(factor=16.0, original_max_tokens=65_536),
+    hc_mult=4,
+    hc_sinkhorn_iters=20,
+)
+
+V4_PRO = dataclasses.replace(
+    V4_FLASH,
+    hidden_size=7168,
+    num_heads=128,
+    q_lora_rank=1536,
+    o_groups=16,
+    layer_types=(_HCA, _HCA, *(_CSA, _HCA) * 29, _CSA),
+    index_topk=1024,
+    mlp_types=(MlpType.HASH,) * 3 + (MlpType.TOPK,) * 58,
+    num_experts=384,
+    expert_width=3072,
+    routed_scale=2.5,
+)
+
+PRESETS = {"v4-flash": V4_FLASH, "v4-pro": V4_PRO}
+
+# 448 fp8 channels, 64 bf16 channels with the position, 7 scales of 64 channels each, 1 pad byte.
+FP8_KV_ROW = RowFormat((448 + 2 * 64 + 7 + 1,), "uint8")
+FP4_INDEX_ROW = RowFormat((128 // 2 + 128 // 32,), "uint8")  # two channels a byte, 4 scales
+FP8_INDEX_ROW = RowFormat((128 + 4,), "uint8")  # one fp32 scale
+
+
+def preset_pools(
+    name: str,
+    storage: Literal["fp8", "bfloat16"] = "fp8",
+    index_storage: Literal["fp4", "fp8"] = "fp4",
+) -> tuple[PoolSpec, ...]:
+    """The pools of a preset. `index_storage` matters with fp8 only; state is fp32 in all.
+
+    Raises ConfigError for an unknown preset.
+    """
+    if name not in PRESETS:
+        raise ConfigError(f"preset {name!r} is unknown; known: {', '.join(PRESETS)}")
+    if storage == "bfloat16":
+        return declare(PRESETS[name], dtype="bfloat16")
+    index_row = FP4_INDEX_ROW if index_storage == "fp4" else FP8_INDEX_ROW
+    return declare(PRESETS[name], kv_row=FP8_KV_ROW, index_row=index_row)

@@ -1,0 +1,31 @@
+"""AsyncPrefill: a prefill node as the router's PrefillClient, for whoever shares its process."""
+
+from __future__ import annotations
+
+import asyncio
+
+from sluice.engine.protocol import GenerateRequest, NodeInfo, NodeStatus, PageGrant, PrefillResult
+from sluice.prefill_node.node import PrefillNode
+
+
+class AsyncPrefill:
+    """The async face of a PrefillNode: awaits its futures, which cannot be cancelled."""
+
+    def __init__(self, node: PrefillNode) -> None:
+        self.node = node
+        self.info: NodeInfo = node.info
+
+    async def connect(self, peer: NodeInfo) -> None:
+        await asyncio.wrap_future(self.node.connect(peer))
+
+    async def disconnect(self, node_id: str) -> None:
+        await asyncio.wrap_future(self.node.disconnect(node_id))
+
+    async def run(self, request: GenerateRequest, grant: PageGrant) -> PrefillResult:
+        return await asyncio.wrap_future(self.node.run(request, grant))
+
+    async def abort(self, grant_id: str) -> None:
+        await asyncio.wrap_future(self.node.abort(grant_id))
+
+    async def status(self, router_id: str) -> NodeStatus:
+        return await asyncio.wrap_future(self.node.status())

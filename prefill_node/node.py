@@ -1,0 +1,209 @@
+"""PrefillNode: computes prompts and writes their pages into decode nodes.
+
+The life of a prompt:
+
+1. `run` puts it into the inbox; the scheduler takes pages for it when there is room.
+2. Each step computes chunks of several prompts; a chunk's finished pages are posted at once and
+   move while the next step computes.
+3. The last chunk's logits give the first output token; window, compressor state and that token go
+   with the last chunk.
+4. When everything has landed, `run`'s future gets the first token and the pages are given back.
+
+`abort` may come at any time: the prompt leaves after what is in flight has settled.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+import torch
+
+from sluice.engine.batch import Chunk
+from sluice.engine.config import SluiceConfig
+from sluice.engine.loop import LoopThread, pass_failure, promise
+from sluice.engine.metrics import NodeMetrics
+from sluice.engine.protocol import (
+    GenerateRequest,
+    NodeError,
+    NodeInfo,
+    NodeStatus,
+    PageGrant,
+    PageRun,
+    PrefillResult,
+    Role,
+    TransferFailed,
+)
+from sluice.engine.request import Request
+from sluice.engine.runner import Runner
+from sluice.engine.sampler import sample
+from sluice.prefill_node.scheduler import Job, PrefillScheduler
+from sluice.transfer.sender import Sender
+from sluice.transfer.transport import Transport, make_transport
+
+log = logging.getLogger(__name__)
+
+IDLE_WAIT_S = 1.0  # the inbox wakes the loop; this only bounds a lost wake-up
+TRANSFER_POLL_S = 0.0005  # completions are polled; shorter than the transfer of one chunk
+
+
+class PrefillNode:
+    """A prefill node. Public methods may be called from any thread."""
+
+    def __init__(
+        self, runner: Runner, transport: Transport, config: SluiceConfig, node_id: str, host: str
+    ) -> None:
+        self.runner = runner
+        self.metrics = NodeMetrics()
+        self._sender = Sender(transport, runner.pools, checksum=config.transfer.checksum)
+        self._scheduler = PrefillScheduler(runner.manager, config.prefill.max_batch_tokens)
+        self._loop = LoopThread(node_id, self._turn)
+        self.info: NodeInfo = runner.describe(
+            node_id=node_id,
+            role=Role.PREFILL,
+            host=host,
+            agent=transport.address(),
+            max_batch_tokens=config.prefill.max_batch_tokens,
+        )
+
+    @classmethod
+    def load(cls, config: SluiceConfig, node_id: str, host: str) -> PrefillNode:
+        """Load the model and open the transport. Raises ConfigError."""
+        runner = Runner.load(config, Role.PREFILL)
+        return cls(runner, make_transport(config.transfer, node_id), config, node_id, host)
+
+    def start(self) -> None:
+        self._loop.start()
+
+    def stop(self) -> None:
+        """End the loop; unfinished requests fail with NodeLost at their callers."""
+        self._loop.stop()
+        self._sender.close()
+
+    def connect(self, peer: NodeInfo) -> Future[None]:
+        """Meet a decode node; a new incarnation replaces the old. Raises IncompatiblePeers."""
+        return self._loop.call(lambda: self._sender.connect(self.info, peer))
+
+    def disconnect(self, node_id: str) -> Future[None]:
+        return self._loop.call(lambda: self._sender.disconnect(node_id))
+
+    def run(self, request: GenerateRequest, grant: PageGrant) -> Future[PrefillResult]:
+        """Compute the prompt into the grant; the future gets the first output token.
+
+        It raises TransferFailed if the pages could not be delivered, NodeError if the prompt
+        could not be computed.
+        """
+        result: Future[PrefillResult] = promise()
+
+        def add() -> None:
+            self._sender.open(grant)
+            self._scheduler.add(Job(Request.of(request, grant.grant_id), grant, result))
+
+        self._loop.call(add).add_done_callback(lambda added: pass_failure(added, result))
+        return result
+
+    def abort(self, grant_id: str) -> Future[None]:
+        """Stop a granted request; done when nothing of it is in flight, as for unknown ids."""
+        settled: Future[None] = promise()
+
+        def mark() -> None:
+            job = self._scheduler.find(grant_id)
+            if job is None:
+                settled.set_result(None)
+            else:
+                job.aborts.append(settled)
+
+        self._loop.call(mark).add_done_callback(lambda marked: pass_failure(marked, settled))
+        return settled
+
+    def status(self) -> Future[NodeStatus]:
+        return self._loop.call(
+            lambda: NodeStatus(
+                node_id=self.info.node_id,
+                running=self._scheduler.num_running,
+                waiting=self._scheduler.num_waiting,
+                pools=self.runner.manager.usage(),
+                metrics=self.metrics.families(),
+            )
+        )
+
+    def _turn(self) -> float:
+        self._settle_transfers()
+        self._let_go()
+        chunks = self._scheduler.next_chunks()
+        if chunks:
+            self._step(chunks)
+            return 0.0
+        return TRANSFER_POLL_S if self._scheduler.num_running else IDLE_WAIT_S
+
+    def _settle_transfers(self) -> None:
+        """Count completed transfers; a failed one ends its request."""
+        for transfer in self._sender.poll():
+            if transfer.error is not None:
+                self._fail(transfer.grant_id, transfer.error)
+            else:
+                self.metrics.transfer_seconds.observe(transfer.seconds)
+                self.metrics.count_transfer(transfer.pools)
+
+    def _let_go(self) -> None:
+        """Release ended jobs of which nothing is in flight, and answer whoever waits."""
+        for job in self._scheduler.ended():
+            if not self._sender.in_flight(job.grant.grant_id):
+                self._scheduler.remove(job)
+                self._sender.close_grant(job.grant.grant_id)
+                job.settle()
+
+    def _step(self, chunks: Sequence[Chunk]) -> None:
+        """Compute the chunks, then post what each of them finished."""
+        started = time.perf_counter()
+        try:
+            logits = self.runner.step(chunks)
+        except Exception as error:
+            log.exception("event=step_failed node=%s", self.info.node_id)
+            for chunk in chunks:
+                self._fail(chunk.request.grant_id, NodeError(f"prefill step failed: {error}"))
+            return
+        self.metrics.step_seconds.observe(time.perf_counter() - started)
+        self.metrics.computed_tokens.labels("prefill").inc(sum(c.num_tokens for c in chunks))
+        for row, chunk in enumerate(chunks):
+            self._finish_chunk(chunk, logits[row : row + 1])
+
+    def _finish_chunk(self, chunk: Chunk, logits: torch.Tensor) -> None:
+        """Post the chunk's pages and expire what the request needs no more.
+
+        logits: [1, vocab] of the chunk's last token.
+        """
+        request = chunk.request
+        job = self._scheduler.find(request.grant_id)
+        assert job is not None, "a computed chunk belongs to a job"
+        request.num_computed_tokens = chunk.end
+        first_token = self._first_token(job, logits) if job.computed else None
+        if job.outcome is None or job.outcome.finish_reason is None:
+            self._post(job, chunk, first_token)
+        self.runner.manager.expire(request.grant_id, chunk.end)
+
+    def _first_token(self, job: Job, logits: torch.Tensor) -> int:
+        request = job.request
+        [token] = sample(logits, [request.sampling], [request.num_output_tokens])
+        job.outcome = PrefillResult(request.request_id, token, request.append(token))
+        return token
+
+    def _post(self, job: Job, chunk: Chunk, first_token: int | None) -> None:
+        """Write the rows this chunk finished into the grant; a failure ends the job."""
+        tables = self.runner.manager.page_tables(job.request.grant_id)
+        pages = {table: PageRun(held.first, tuple(held.pages)) for table, held in tables.items()}
+        try:
+            self._sender.send(job.grant, pages, chunk.start, chunk.end, first_token=first_token)
+        except TransferFailed as error:
+            self._fail(job.request.grant_id, error)
+
+    def _fail(self, grant_id: str, error: NodeError) -> None:
+        job = self._scheduler.find(grant_id)
+        if job is not None and job.error is None:
+            job.error = error
+            self.metrics.failed_requests.labels(type(error).__name__).inc()
+            log.warning(
+                "event=prefill_failed request_id=%s error=%s", job.request.request_id, error
+            )

@@ -1,0 +1,46 @@
+"""The config refuses what cannot work, and says what would."""
+
+import pytest
+
+from sluice.engine.config import load_config, parse_config
+from sluice.engine.protocol import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"model": {"path": "m", "cach_path": 1}}, "cach_path: .* did you mean 'cache_path'"),
+        ({"modle": {"path": "m"}}, "modle: unknown key; did you mean 'model'"),
+        ({"model": {}}, "model.path: missing"),
+        ({"model": {"path": "m"}, "decode": {"replicas": -1}}, "decode.replicas: .*got -1"),
+        ({"model": {"path": "m"}, "decode": {"replicas": 99}}, "replicas is 99, expected 0"),
+        ({"model": {"path": "m"}, "router": {"port": "http"}}, "router.port: .*got 'http'"),
+        ({"model": {"path": "m"}, "prefill": {"pools": {"x": {"span": 4}}}}, "tokens_per_page"),
+    ],
+)  # fmt: skip
+def test_a_wrong_key_or_value_is_named_with_the_way_out(data, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_config(data)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="no-such.yaml: No such file"):
+        load_config(tmp_path / "no-such.yaml")
+
+
+def test_broken_yaml_and_a_list_are_refused(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("a: [")
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        load_config(path)
+    path.write_text("- a")
+    with pytest.raises(ConfigError, match="expected keys such as `model:`, got list"):
+        load_config(path)
+
+
+def test_paths_are_relative_to_the_config_file(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("model: {path: ../weights}")
+    config = load_config(path)
+    assert config.model.path.resolve() == tmp_path.parent / "weights"
+    assert config.model.served_name == "weights"

@@ -1,0 +1,62 @@
+"""Sampling: counter-based, batch-independent, and within the filters."""
+
+import torch
+
+from sluice.engine.protocol import SamplingParams
+from sluice.engine.sampler import sample, uniform
+
+
+def params(**changes):
+    return SamplingParams(max_tokens=1, **changes)
+
+
+def logits(rows, vocab=50, seed=0):
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def test_greedy_takes_the_lowest_of_equal_logits():
+    row = torch.tensor([[0.0, 3.0, 3.0, 1.0]])
+    assert sample(row, [params(temperature=0)], [0]) == [1]
+
+
+def test_a_draw_depends_on_seed_and_position_only():
+    batch = logits(4)
+    chosen = [params(seed=s) for s in (1, 2, 3, 4)]
+    together = sample(batch, chosen, [7, 8, 9, 10])
+    alone = [sample(batch[i : i + 1], [chosen[i]], [7 + i])[0] for i in range(4)]
+    assert together == alone
+
+
+def test_greedy_and_random_requests_share_a_batch():
+    batch = logits(2)
+    [first, _] = sample(batch, [params(temperature=0), params()], [0, 0])
+    assert first == batch[0].argmax().item()
+
+
+def test_top_k_of_one_is_greedy():
+    batch = logits(1)
+    assert sample(batch, [params(top_k=1)], [3]) == [batch.argmax().item()]
+
+
+def test_a_tiny_temperature_does_not_overflow():
+    batch = logits(1) * 100
+    assert sample(batch, [params(temperature=1e-5)], [3]) == [batch.argmax().item()]
+
+
+def test_top_p_keeps_the_smallest_set_that_reaches_it():
+    row = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+    drawn = {sample(row, [params(top_p=0.79, seed=s)], [0])[0] for s in range(200)}
+    assert drawn == {0, 1}
+
+
+def test_frequencies_follow_the_probabilities():
+    probs = torch.tensor([0.6, 0.3, 0.1])
+    drawn = [sample(probs.log()[None], [params(seed=11)], [i])[0] for i in range(3000)]
+    counts = torch.bincount(torch.tensor(drawn), minlength=3) / 3000
+    assert torch.allclose(counts, probs, atol=0.03)
+
+
+def test_uniform_draws_are_uniform_and_repeatable():
+    draws = torch.tensor([uniform(5, i) for i in range(2000)])
+    assert abs(draws.mean().item() - 0.5) < 0.02
+    assert uniform(5, 3) == uniform(5, 3) != uniform(6, 3)

@@ -1,0 +1,22 @@
+"""No pool is named outside model/: everything else iterates over the specs."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from sluice.model.presets import preset_pools
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = (
+    "benchmarks", "cache", "decode_node", "deploy", "engine", "kernels", "prefill_node", "router",
+    "transfer",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_no_source_file_names_a_pool(folder):
+    names = re.compile("|".join(rf"\b{spec.name}\b" for spec in preset_pools("flash")))
+    for path in (ROOT / folder).rglob("*.py"):
+        found = names.search(path.read_text(encoding="utf-8"))
+        assert found is None, f"{path} names the pool {found.group()}"
