@@ -56,6 +56,11 @@ class Grants:
         stream = self._streams.pop(grant_id)
         self._held[grant_id] = max(now, stream.deadline) + self.lease_s
 
+    def hold_longer(self, grant_id: str, now: float) -> None:
+        """A write to a held grant was seen: its pages wait another lease and margin."""
+        if grant_id in self._held:
+            self._held[grant_id] = now + 2 * self.lease_s
+
     def take_held(self, now: float) -> list[str]:
         """Grants whose pages are safe to reuse now."""
         over = [grant_id for grant_id, until in self._held.items() if until <= now]

@@ -151,12 +151,16 @@ class DecodeNode:
         stream = self._grants.get(grant_id)
         if stream is None:
             return
-        self._receiver.forget(grant_id)
         if in_flight and not stream.running:
+            self._receiver.retire(grant_id)
             self._grants.hold(grant_id, time.monotonic())
         else:
             self._grants.remove(grant_id)
-            self.runner.manager.release(grant_id)
+            self._free(grant_id)
+
+    def _free(self, grant_id: str) -> None:
+        self._receiver.forget(grant_id)
+        self.runner.manager.release(grant_id)
 
     def _expire_leases(self) -> None:
         """Void what nobody vouches for any more.
@@ -172,22 +176,25 @@ class DecodeNode:
                 for stream in self._grants.of_router(router_id):
                     self._void(stream, "the lease ended without a sign of its router")
                 del self._routers[router_id]
-                if not frozen:
-                    self._outbox.forget(router_id)
+                self._outbox.forget(router_id)
         for stream in self._grants.pending():
             if now > stream.deadline:
                 self._void(stream, "the lease ended before all pages arrived")
         for grant_id in self._grants.take_held(now):
-            self.runner.manager.release(grant_id)
+            self._free(grant_id)
 
     def _void(self, stream: Stream, reason: str) -> None:
-        self._send(stream, TokenChunk(stream.grant.grant_id, (), error=reason))
+        self._send(stream, TokenChunk(stream.grant.request_id, (), error=reason))
         self.metrics.failed_requests.labels("lease").inc()
         self._release(stream.grant.grant_id, in_flight=True)
 
     def _take_arrivals(self) -> None:
         """Let requests run whose pages have all landed; any arrival renews its lease."""
         for arrival in self._receiver.poll():
+            for pool, num_bytes in arrival.num_bytes.items():
+                self.metrics.migrated_bytes.labels(pool, "in").inc(num_bytes)
+            if arrival.retired:
+                self._grants.hold_longer(arrival.grant_id, time.monotonic())
             stream = self._grants.get(arrival.grant_id)
             if stream is not None:
                 self._take_arrival(stream, arrival)
@@ -214,7 +221,7 @@ class DecodeNode:
             for stream in streams:
                 self._end(
                     stream,
-                    TokenChunk(stream.grant.grant_id, (), error=f"decode step failed: {error}"),
+                    TokenChunk(stream.grant.request_id, (), error=f"decode step failed: {error}"),
                 )
             return
         requests = [stream.request for stream in streams]
@@ -231,7 +238,7 @@ class DecodeNode:
         request.num_computed_tokens += 1
         self.runner.manager.expire(request.grant_id, request.num_computed_tokens)
         reason = request.append(token)
-        chunk = TokenChunk(stream.grant.grant_id, (token,), reason)
+        chunk = TokenChunk(stream.grant.request_id, (token,), reason)
         if reason is None:
             self._send(stream, chunk)
         else:

@@ -46,6 +46,7 @@ class Outbox:
                 del self._sinks[router_id]
 
     def forget(self, router_id: str) -> None:
-        """Drop what waits for a router that is gone."""
+        """Drop what waits for a router that never came to fetch it."""
         with self._lock:
-            self._chunks.pop(router_id, None)
+            if router_id not in self._sinks:
+                self._chunks.pop(router_id, None)

@@ -73,13 +73,12 @@ class NodeMetrics:
             registry=registry,
         )
 
-    def count_transfer(self, pools: Mapping[str, PoolTraffic]) -> None:
-        """Add what one transfer moved out of this node."""
-        for pool, traffic in pools.items():
-            self.transfer_pages.labels(pool).inc(traffic.pages)
-            self.transfer_bytes.labels(pool).inc(traffic.bytes)
-            self.transfer_descriptors.labels(pool).inc(traffic.descriptors)
-            self.migrated_bytes.labels(pool, "out").inc(traffic.bytes)
+    def count_sent(self, pool: str, *, pages: int, num_bytes: int, descriptors: int) -> None:
+        """Add what one transfer moved of a pool out of this node."""
+        self.transfer_pages.labels(pool).inc(pages)
+        self.transfer_bytes.labels(pool).inc(num_bytes)
+        self.transfer_descriptors.labels(pool).inc(descriptors)
+        self.migrated_bytes.labels(pool, "out").inc(num_bytes)
 
     def families(self) -> tuple[MetricFamily, ...]:
         """Everything collected so far, without prometheus' own types."""

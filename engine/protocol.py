@@ -127,10 +127,11 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """One generation. After a fail-over `emitted_token_ids` holds the output the client has.
+    """One attempt at a generation, under an id of its own.
 
-    Nodes treat prompt + emitted as the tokens to prefill; output positions, `max_tokens` and the
-    sampler's counter go on from `len(emitted_token_ids)`.
+    After a fail-over `emitted_token_ids` holds the output that the client has already. Nodes treat
+    prompt + emitted as the tokens to prefill; output positions, `max_tokens` and the sampler's
+    counter go on from `len(emitted_token_ids)`.
     """
 
     request_id: str
@@ -162,7 +163,8 @@ class PageGrant:
     """Pages in every pool of a decode node, promised to one request's transfer.
 
     `epoch` is unique for the node's life: a notification with another epoch is dropped. The lease
-    runs from the moment of receipt; prefill must not post a write after it.
+    runs from the moment of receipt; prefill must not post a write after it. Prefill computes
+    `num_tokens` tokens; rows that are complete at `skip_tokens` are on decode already.
     """
 
     grant_id: str
@@ -173,6 +175,7 @@ class PageGrant:
     num_tokens: int
     pages: Mapping[TableSpec, PageRun]
     lease_s: float
+    skip_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -205,9 +208,9 @@ class PrefillResult:
 
 @dataclass(frozen=True)
 class TokenChunk:
-    """Output tokens of one granted request from one or more decode steps, or its failure."""
+    """Output tokens of one request from one or more decode steps, or its failure."""
 
-    grant_id: str
+    request_id: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     error: str | None = None
@@ -266,11 +269,8 @@ class PrefillClient(Protocol):
         """
         ...
 
-    async def abort(self, grant_id: str) -> None:
-        """Stop the granted request; returns when nothing of it is in flight.
-
-        Unknown ids are ignored.
-        """
+    async def abort(self, request_id: str) -> None:
+        """Stop the request; returns when nothing of it is in flight. Unknown ids are ignored."""
         ...
 
     async def status(self, router_id: str) -> NodeStatus:

@@ -24,8 +24,8 @@ class AsyncPrefill:
     async def run(self, request: GenerateRequest, grant: PageGrant) -> PrefillResult:
         return await asyncio.wrap_future(self.node.run(request, grant))
 
-    async def abort(self, grant_id: str) -> None:
-        await asyncio.wrap_future(self.node.abort(grant_id))
+    async def abort(self, request_id: str) -> None:
+        await asyncio.wrap_future(self.node.abort(request_id))
 
     async def status(self, router_id: str) -> NodeStatus:
         return await asyncio.wrap_future(self.node.status())

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 
 import torch
@@ -40,6 +40,7 @@ from sluice.engine.request import Request
 from sluice.engine.runner import Runner
 from sluice.engine.sampler import sample
 from sluice.prefill_node.scheduler import Job, PrefillScheduler
+from sluice.transfer.plan import PoolTraffic
 from sluice.transfer.sender import Sender
 from sluice.transfer.transport import Transport, make_transport
 
@@ -104,12 +105,12 @@ class PrefillNode:
         self._loop.call(add).add_done_callback(lambda added: pass_failure(added, result))
         return result
 
-    def abort(self, grant_id: str) -> Future[None]:
-        """Stop a granted request; done when nothing of it is in flight, as for unknown ids."""
+    def abort(self, request_id: str) -> Future[None]:
+        """Stop a request; done when nothing of it is in flight. Unknown ids are done at once."""
         settled: Future[None] = promise()
 
         def mark() -> None:
-            job = self._scheduler.find(grant_id)
+            job = self._scheduler.find_request(request_id)
             if job is None:
                 settled.set_result(None)
             else:
@@ -145,7 +146,13 @@ class PrefillNode:
                 self._fail(transfer.grant_id, transfer.error)
             else:
                 self.metrics.transfer_seconds.observe(transfer.seconds)
-                self.metrics.count_transfer(transfer.pools)
+                self._count(transfer.pools)
+
+    def _count(self, pools: Mapping[str, PoolTraffic]) -> None:
+        for pool, sent in pools.items():
+            self.metrics.count_sent(
+                pool, pages=sent.pages, num_bytes=sent.bytes, descriptors=sent.descriptors
+            )
 
     def _let_go(self) -> None:
         """Release ended jobs of which nothing is in flight, and answer whoever waits."""

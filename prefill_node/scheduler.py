@@ -74,11 +74,13 @@ class PrefillScheduler:
         self._waiting.append(job)
 
     def find(self, grant_id: str) -> Job | None:
-        waiting = (job for job in self._waiting if job.request.grant_id == grant_id)
-        return self._running.get(grant_id) or next(waiting, None)
+        return next((job for job in self._jobs() if job.grant.grant_id == grant_id), None)
+
+    def find_request(self, request_id: str) -> Job | None:
+        return next((job for job in self._jobs() if job.request.request_id == request_id), None)
 
     def ended(self) -> list[Job]:
-        return [job for job in (*self._running.values(), *self._waiting) if job.ended]
+        return [job for job in self._jobs() if job.ended]
 
     def remove(self, job: Job) -> None:
         """Forget the job and give its pages back; nothing of it may be in flight."""
@@ -101,6 +103,9 @@ class PrefillScheduler:
             if budget == 0:
                 break
         return chunks
+
+    def _jobs(self) -> tuple[Job, ...]:
+        return (*self._running.values(), *self._waiting)
 
     def _admit(self) -> None:
         """Take pages for waiting jobs, in order, as far as they reach."""

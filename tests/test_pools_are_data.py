@@ -16,7 +16,7 @@ FOLDERS = (
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_no_source_file_names_a_pool(folder):
-    names = re.compile("|".join(rf"\b{spec.name}\b" for spec in preset_pools("flash")))
+    names = re.compile("|".join(rf"\b{spec.name}\b" for spec in preset_pools("v4-flash")))
     for path in (ROOT / folder).rglob("*.py"):
         found = names.search(path.read_text(encoding="utf-8"))
         assert found is None, f"{path} names the pool {found.group()}"
