@@ -40,7 +40,7 @@ def compress_overlapping(rows: Tensor, slots: Tensor) -> Tensor:
 def accumulate_blocks(
     rows: Tensor, slots: Tensor, block_of_token: Tensor, kv: Tensor, score: Tensor
 ) -> Tensor:
-    """Accumulators (max, sum, weighted kv) of blocks after this step's tokens: [num_blocks, 3, dim].
+    """Blocks' accumulators (max, sum, weighted kv) after this step: [num_blocks, 3, dim].
 
     rows: state pool's layer view [num_pages, rows_per_page, 3, dim] fp32, only read.
     slots: [num_blocks], where the accumulators of a block's earlier tokens lie; -1 = the block

@@ -1,7 +1,7 @@
 """Hyper-connections: a residual of several streams, mixed into and out of each sublayer.
 
-    streams [T, n, hidden] ──pre──► sublayer input [T, hidden] ──► sublayer output
-        └────────────comb (doubly stochastic)──────────► + ◄──post──┘   = new streams
+streams [T, n, hidden] ──pre──► sublayer input [T, hidden] ──► sublayer output
+    └────────────comb (doubly stochastic)──────────► + ◄──post──┘   = new streams
 """
 
 from __future__ import annotations

@@ -45,9 +45,7 @@ def _flat(rows: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
     row_size = rows[0, 0].numel()
     page_stride = rows.stride(0) // row_size
     assert rows.stride(1) == row_size, "a page's rows of one layer must be contiguous"
-    flat = rows.as_strided(
-        ((num_pages - 1) * page_stride + rows_per_page, row_size), (row_size, 1)
-    )
+    flat = rows.as_strided(((num_pages - 1) * page_stride + rows_per_page, row_size), (row_size, 1))
     slots = slots.clamp(min=0)
     if page_stride == rows_per_page:
         return flat, slots

@@ -243,17 +243,13 @@ def _mlp_types(fields: _Fields, num_layers: int) -> tuple[MlpType, ...]:
     return (MlpType.HASH,) * num_hash + (MlpType.TOPK,) * (num_layers - num_hash)
 
 
-def _types(
-    fields: _Fields, name: str, kind: type[Kind], num_layers: int
-) -> tuple[Kind, ...]:
+def _types(fields: _Fields, name: str, kind: type[Kind], num_layers: int) -> tuple[Kind, ...]:
     values = fields.require(name)
     if len(values) != num_layers:
         raise fields.error(f"{name} has {len(values)} entries for {num_layers} layers")
     for number, value in enumerate(values):
         if value not in list(kind):
-            raise fields.error(
-                f"{name}[{number}] is {value!r}, expected one of {', '.join(kind)}"
-            )
+            raise fields.error(f"{name}[{number}] is {value!r}, expected one of {', '.join(kind)}")
     return tuple(kind(value) for value in values)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -36,7 +37,20 @@ class ForwardInputs:
     def num_requests(self) -> int:
         return self.num_computed.shape[0]
 
-    def slots(self, spec: PoolSpec, request_index: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    def slots(
+        self, spec: PoolSpec, request_index: torch.Tensor, tokens: torch.Tensor
+    ) -> torch.Tensor:
         """Slots of the rows holding `tokens` (absolute) of the given requests, any equal shape."""
         table = self.page_tables[spec.table]
         return spec.slots(table[request_index, tokens // spec.tokens_per_page], tokens)
+
+
+class PoolView(Protocol):
+    """What a forward pass needs of a cache pool."""
+
+    @property
+    def spec(self) -> PoolSpec: ...
+
+    def layer(self, layer: int) -> torch.Tensor:
+        """View [num_pages, rows_per_page, *row_shape] of one of the model's layers."""
+        ...

@@ -1,0 +1,48 @@
+"""DeepSeek-V4's attention over pool pages: the window, and the compressed rows of its layer type.
+
+Each layer writes this step's rows first and then reads everything it attends to from the pools, so
+that a token computed now and one computed long ago are read the same way.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sluice.kernels.attention import sparse_attention
+from sluice.kernels.norm import rms_norm
+from sluice.kernels.rope import rotate_
+from sluice.kernels.rows import write_rows
+from sluice.model.compression import Source, csa_source, hca_source
+from sluice.model.config import LayerType
+from sluice.model.pools import SWA_KV
+from sluice.model.step import LayerStep
+from sluice.model.weights import AttentionWeights
+
+
+def attention(x: Tensor, weights: AttentionWeights, at: LayerStep) -> Tensor:
+    """One layer's attention: [T, hidden] to [T, hidden]. Writes the layer's new rows."""
+    config, eps = at.config, at.config.norm_eps
+    latent = rms_norm(F.linear(x, weights.wq_a), weights.q_norm, eps)  # [T, q_lora_rank]
+    queries = F.linear(latent, weights.wq_b).unflatten(1, (config.num_heads, -1))
+    queries = rotate_(rms_norm(queries, None, eps), at.rotation)
+    kv = rotate_(rms_norm(F.linear(x, weights.wkv), weights.kv_norm, eps), at.rotation)
+
+    write_rows(at.rows(SWA_KV), at.step.window.write, kv)
+    sources: list[Source] = [(at.rows(SWA_KV), at.step.window.read)]
+    if at.layer_type is LayerType.CSA:
+        sources.append(csa_source(x, latent, weights, at))
+    elif at.layer_type is LayerType.HCA:
+        sources.append(hca_source(x, weights, at))
+
+    output = sparse_attention(queries, sources, weights.sinks, config.head_dim**-0.5)
+    # K = V, so the output carries the keys' rotation: undo it at the query's position.
+    return _project(rotate_(output, at.rotation.conj()), weights)
+
+
+def _project(output: Tensor, weights: AttentionWeights) -> Tensor:
+    """Heads to hidden, each group of heads through its own low-rank matrix first."""
+    groups = output.reshape(output.shape[0], weights.wo_a.shape[0], -1).transpose(0, 1)
+    latent = torch.bmm(groups, weights.wo_a.transpose(1, 2)).transpose(0, 1)  # [T, groups, rank]
+    return F.linear(latent.flatten(1), weights.wo_b)

@@ -1,0 +1,165 @@
+"""Reading a checkpoint folder: safetensors files, in any of three name dialects.
+
+    official             layers.0.attn.wkv.weight                    (names used inside here)
+    transformers'        model.layers.0.self_attn.kv_proj.weight     experts in one tensor
+    save_pretrained's    model.layers.0.attn.wkv.weight              attn.norm for attn.kv_norm
+
+Tensors of MTP layers (`mtp.*`) are left out: they draft, and the model's own output does not
+depend on them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from sluice.engine.protocol import ConfigError
+from sluice.model.config import read_json
+
+# Applied in this order to a name without its `model.` prefix.
+_RENAMES = [
+    (re.compile(pattern), official)
+    for pattern, official in (
+        (r"^lm_head\.", "head."),
+        (r"^embed_tokens\.", "embed."),
+        (r"^hc_head\.hc_", "hc_head_"),
+        (r"\.(attn|ffn)_hc\.", r".hc_\1_"),
+        (r"\.input_layernorm\.", ".attn_norm."),
+        (r"\.post_attention_layernorm\.", ".ffn_norm."),
+        (r"\.self_attn\.", ".attn."),
+        (r"\.attn\.norm\.", ".attn.kv_norm."),
+        (r"\.sinks$", ".attn_sink"),
+        (r"\.compressor\.indexer\.scorer\.", ".indexer."),
+        (r"\.compressor\.indexer\.q_b_proj\.", ".indexer.wq_b."),
+        (r"\.compressor\.indexer\.", ".indexer.compressor."),
+        (r"\.compressor\.kv_norm\.", ".compressor.norm."),
+        (r"\.compressor\.gate_proj\.", ".compressor.wgate."),
+        (r"\.position_bias$", ".ape"),
+        (r"\.q_a_norm\.", ".q_norm."),
+        (r"\.kv_proj\.", ".wkv."),
+        (r"\.([qo])_([ab])_proj\.", r".w\1_\2."),
+        (r"\.mlp\.", ".ffn."),
+        (r"\.e_score_correction_bias$", ".bias"),
+        (r"\.shared_experts\.gate_proj\.", ".shared_experts.w1."),
+        (r"\.shared_experts\.up_proj\.", ".shared_experts.w3."),
+        (r"\.shared_experts\.down_proj\.", ".shared_experts.w2."),
+    )
+]
+_MAX_LISTED = 5  # names in an error message
+_HASHED_BYTES = 1 << 20  # at either end of a weights file, for the fingerprint
+
+
+def official_name(name: str) -> str:
+    """A tensor's official name, given its name in any dialect."""
+    name = name.removeprefix("model.")
+    for pattern, official in _RENAMES:
+        name = pattern.sub(official, name)
+    return name
+
+
+def official_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of any dialect under official names; fused experts become views of each expert."""
+    result: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        official = official_name(name)
+        if official.startswith("mtp."):
+            continue
+        result.update(_split_experts(official, tensor))
+    return result
+
+
+def _split_experts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """transformers' gate_up_proj [E, 2 * width, hidden] and down_proj as each expert's matrices."""
+    stem, _, leaf = name.rpartition(".")
+    if leaf not in ("gate_up_proj", "down_proj"):
+        yield name, tensor
+        return
+    for expert, matrix in enumerate(tensor):
+        if leaf == "down_proj":
+            yield f"{stem}.{expert}.w2.weight", matrix
+        else:
+            yield f"{stem}.{expert}.w1.weight", matrix[: matrix.shape[0] // 2]
+            yield f"{stem}.{expert}.w3.weight", matrix[matrix.shape[0] // 2 :]
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint folder under official names, on the CPU as stored.
+
+    Raises ConfigError if files are missing or unreadable, or hold quantised weights.
+    """
+    tensors: dict[str, Tensor] = {}
+    for path in weight_files(folder):
+        try:
+            with safe_open(path, framework="pt") as file:
+                tensors.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{path}: cannot be read as safetensors: {error}") from error
+    official = official_tensors(tensors)
+    for name, tensor in official.items():
+        if name.endswith((".scale", "_scale_inv")) or tensor.element_size() < 2:
+            raise ConfigError(
+                f"{folder}: {name} ({tensor.dtype}) belongs to quantised weights, expected "
+                "bfloat16 or float32; convert the checkpoint to bfloat16 first"
+            )
+    return official
+
+
+def check_tensors(
+    tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], source: str
+) -> None:
+    """Raise ConfigError naming tensors that are missing, unexpected or of another shape."""
+    for problem, names in (
+        ("missing", shapes.keys() - tensors.keys()),
+        ("unexpected", tensors.keys() - shapes.keys()),
+    ):
+        if names:
+            listed = ", ".join(sorted(names)[:_MAX_LISTED])
+            more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+            raise ConfigError(
+                f"{source}: tensors {problem}: {listed}{more}; the weights are not those of this "
+                "config.json"
+            )
+    for name, shape in shapes.items():
+        if (actual := tuple(tensors[name].shape)) != shape:
+            raise ConfigError(f"{source}: {name} has shape {actual}, expected {shape}")
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint, in order. Raises ConfigError if any is missing."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+        files = [folder / name for name in names]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if missing := [path.name for path in files if not path.is_file()]:
+        raise ConfigError(f"{folder}: {', '.join(missing)} named in {index.name} is not there")
+    if not files:
+        raise ConfigError(
+            f"{folder}: no *.safetensors file; a checkpoint folder holds config.json, "
+            "tokenizer.json and *.safetensors"
+        )
+    return files
+
+
+def fingerprint(folder: Path) -> str:
+    """A hash that tells one checkpoint from another: config, and both ends of each weights file.
+
+    The ends hold the header (names, shapes, types) and the last weights; reading all of a large
+    checkpoint would take minutes at each start.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update((folder / "config.json").read_bytes())
+    for path in weight_files(folder):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_HASHED_BYTES))
+            file.seek(max(0, size - _HASHED_BYTES))
+            digest.update(file.read())
+    return digest.hexdigest()
