@@ -1,0 +1,207 @@
+"""What one request moves from prefill to decode: bytes, pages and descriptors of every pool.
+
+No model and no transfer: the pools of DeepSeek-V4-Flash at their real shapes go through the plan
+that transfers use. `python -m sluice.benchmarks.payload` prints the tables and writes
+benchmarks/results/payload.csv.
+"""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import platform
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from sluice.cache.spec import PoolSpec, TableSpec, tables_of
+from sluice.engine.protocol import PageRun
+from sluice.model.presets import preset_pools
+from sluice.transfer.plan import byte_runs, rows_to_receive, touched_pages
+
+MODEL = "v4-flash"
+LENGTHS = (127, 128, 1_000, 8_191, 8_192, 131_072)
+COMPARED_TOKENS = 8_192
+LONG_TOKENS, MAX_DESCRIPTORS = 131_072, 2_000
+RESULTS = Path(__file__).parent / "results" / "payload.csv"
+
+# Computed from the pool layouts of SGLang 0.5.23 (whole pages, fp8 index rows, raw C128 state):
+# the request ends at a page border, or just does not.
+SGLANG_ALIGNED_MB, SGLANG_UNALIGNED_MB = 40.0, 59.0
+
+Placement = Literal["contiguous", "scattered"]
+Indexer = Literal["fp4", "fp8"]
+
+
+@dataclass(frozen=True)
+class Payload:
+    """One pool's share of one request."""
+
+    index_storage: str
+    num_tokens: int
+    placement: str  # of the physical pages, on both sides
+    pool: str
+    bytes: int
+    pages: int
+    descriptors: int
+    descriptors_by_layer_and_page: int
+    held_bytes: int  # of the pages that the request holds in the pool
+
+
+def measure(index_storage: Indexer, num_tokens: int, placement: Placement) -> list[Payload]:
+    """The payload of each pool, decode having nothing of the request."""
+    specs = preset_pools(MODEL, index_storage=index_storage)
+    source = _place(specs, num_tokens, placement, seed=1)
+    target = _place(specs, num_tokens, placement, seed=2)
+    return [
+        _payload(spec, source[spec.table], target[spec.table], index_storage, num_tokens, placement)
+        for spec in specs
+    ]
+
+
+def _payload(
+    spec: PoolSpec,
+    source: PageRun,
+    target: PageRun,
+    index_storage: str,
+    num_tokens: int,
+    placement: str,
+) -> Payload:
+    rows = rows_to_receive(spec, num_tokens)
+    runs = byte_runs(spec, source, spec, target, rows)
+    pages = len(touched_pages(spec, rows))
+    return Payload(
+        index_storage=index_storage,
+        num_tokens=num_tokens,
+        placement=placement,
+        pool=spec.name,
+        bytes=runs.total_bytes,
+        pages=pages,
+        descriptors=len(runs),
+        descriptors_by_layer_and_page=pages * len(spec.layers),
+        held_bytes=len(spec.pages(num_tokens, num_tokens)) * spec.page_bytes,
+    )
+
+
+def _place(
+    specs: Sequence[PoolSpec], num_tokens: int, placement: Placement, seed: int
+) -> dict[TableSpec, PageRun]:
+    """Physical pages of a request: in one piece, or so that no two are neighbours."""
+    rng = np.random.default_rng(seed)
+    runs = {}
+    for table in tables_of(specs):
+        held = table.pages(num_tokens, num_tokens)
+        if placement == "contiguous":
+            physical = np.arange(1, len(held) + 1)
+        else:
+            physical = 1 + 2 * rng.permutation(len(held))
+        runs[table] = PageRun(held.start, tuple(physical.tolist()))
+    return runs
+
+
+def _total(payloads: Iterable[Payload], field: str) -> int:
+    return sum(getattr(payload, field) for payload in payloads)
+
+
+def _length_table(num_tokens: int) -> Table:
+    table = Table(title=f"{num_tokens:,} tokens, fp8 rows, fp4 indexer rows", title_justify="left")
+    heads = ("bytes", "pages", "descriptors: contiguous", "scattered", "by layer and page")
+    table.add_column("pool")
+    for head in heads:
+        table.add_column(head, justify="right")
+    near, far = measure("fp4", num_tokens, "contiguous"), measure("fp4", num_tokens, "scattered")
+    for one, other in zip(near, far, strict=True):
+        counts = (one.bytes, one.pages, one.descriptors, other.descriptors)
+        cells = (*counts, one.descriptors_by_layer_and_page)
+        table.add_row(one.pool, *(f"{cell:,}" for cell in cells))
+    sums = [_total(near, field) for field in ("bytes", "pages", "descriptors")]
+    sums += [_total(far, "descriptors"), _total(far, "descriptors_by_layer_and_page")]
+    table.add_section()
+    table.add_row("all", *(f"{cell:,}" for cell in sums))
+    return table
+
+
+def _comparison_table() -> Table:
+    table = Table(title=f"Payload around {COMPARED_TOKENS:,} tokens", title_justify="left")
+    table.add_column("system")
+    table.add_column("MB (10^6 bytes)", justify="right")
+    for where, megabytes in (
+        (f"{COMPARED_TOKENS:,} tokens, page-aligned", SGLANG_ALIGNED_MB),
+        ("unaligned, up to", SGLANG_UNALIGNED_MB),
+    ):
+        table.add_row(f"SGLang 0.5.23 (computed from its layouts), {where}", f"{megabytes:.1f}")
+    storages: tuple[Indexer, ...] = ("fp8", "fp4")
+    for index_storage in storages:
+        for num_tokens in (COMPARED_TOKENS, COMPARED_TOKENS - 1):
+            total = _total(measure(index_storage, num_tokens, "scattered"), "bytes")
+            name = f"Sluice, {index_storage} indexer rows, {num_tokens:,} tokens"
+            table.add_row(name, f"{total / 1e6:.1f}")
+    return table
+
+
+def _git(*arguments: str) -> str:
+    """What git says about the checkout, or "unknown" outside of one."""
+    command = ["git", "-C", str(Path(__file__).parent), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return done.stdout.strip()
+
+
+def _provenance() -> dict[str, str]:
+    return {
+        "command": "python -m sluice.benchmarks.payload",
+        "commit": _git("rev-parse", "--short", "HEAD"),
+        "machine": f"{platform.machine()} {platform.system()}, Python {platform.python_version()}",
+        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+    }
+
+
+def write_csv(path: Path, provenance: dict[str, str]) -> None:
+    """Every length, placement and indexer storage, one pool a line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        names = [*provenance, *(field.name for field in fields(Payload))]
+        writer = csv.DictWriter(file, names, lineterminator="\n")
+        writer.writeheader()
+        storages: tuple[Indexer, ...] = ("fp4", "fp8")
+        placements: tuple[Placement, ...] = ("contiguous", "scattered")
+        for index_storage in storages:
+            for num_tokens in LENGTHS:
+                for placement in placements:
+                    for payload in measure(index_storage, num_tokens, placement):
+                        writer.writerow(provenance | asdict(payload))
+
+
+def main() -> int:
+    """Print the tables and write the CSV; 1 if a long request needs too many descriptors."""
+    console = Console()
+    provenance = _provenance()
+    for key, value in provenance.items():
+        console.print(f"{key}: {value}")
+    for num_tokens in LENGTHS:
+        console.print(_length_table(num_tokens))
+    console.print(_comparison_table())
+    longest = measure("fp4", LONG_TOKENS, "scattered")
+    needed, by_layer = (
+        _total(longest, field) for field in ("descriptors", "descriptors_by_layer_and_page")
+    )
+    console.print(
+        f"{LONG_TOKENS:,} tokens, scattered pages: {needed:,} descriptors (limit "
+        f"{MAX_DESCRIPTORS:,}); one for each layer and page would be {by_layer:,}"
+    )
+    write_csv(RESULTS, provenance)
+    console.print(f"written: {RESULTS.relative_to(Path(__file__).parents[1])}")
+    return 0 if needed <= MAX_DESCRIPTORS else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

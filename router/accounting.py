@@ -1,0 +1,84 @@
+"""A request's own record: its log lines and its share of the metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+
+from sluice.engine.protocol import SluiceError
+from sluice.router.events import log_event
+from sluice.router.metrics import RouterMetrics
+from sluice.router.text import Delta
+
+logger = logging.getLogger(__name__)
+
+
+class RequestRecord:
+    """Told of every delta; knows when the first and the last one came. Times: time.monotonic."""
+
+    def __init__(
+        self, metrics: RouterMetrics, request_id: str, num_prompt_tokens: int, arrived: float
+    ) -> None:
+        self._metrics = metrics
+        self._request_id = request_id
+        self._num_prompt_tokens = num_prompt_tokens
+        self._arrived = arrived
+        self._first_at: float | None = None
+        self._num_tokens = 0
+        self._finished = False
+
+    def delta(self, delta: Delta) -> None:
+        now = time.monotonic()
+        if self._first_at is None:
+            self._first_token(now)
+        self._metrics.generation_tokens.inc(delta.num_tokens - self._num_tokens)
+        self._num_tokens = delta.num_tokens
+        if delta.finish_reason is not None:
+            self._finish(now, delta.finish_reason.value)
+
+    def fail(self, code: str, detail: object) -> None:
+        if self._finished:
+            return
+        self._metrics.failures.labels(code).inc()
+        level = logging.INFO if code == "cancelled" else logging.WARNING
+        self._log("failed", level, code=code, detail=detail, tokens=self._num_tokens)
+
+    def _first_token(self, now: float) -> None:
+        self._first_at = now
+        self._metrics.first_token_s.observe(now - self._arrived)
+        self._metrics.prompt_tokens.inc(self._num_prompt_tokens)
+        self._log("first_token", waited_s=now - self._arrived)
+
+    def _finish(self, now: float, reason: str) -> None:
+        self._finished = True
+        self._metrics.successes.labels(reason).inc()
+        self._metrics.request_s.observe(now - self._arrived)
+        if self._first_at is not None and self._num_tokens > 1:
+            self._metrics.per_token_s.observe((now - self._first_at) / (self._num_tokens - 1))
+        self._log("finished", reason=reason, tokens=self._num_tokens, took_s=now - self._arrived)
+
+    def _log(self, event: str, level: int = logging.INFO, **fields: object) -> None:
+        log_event(logger, event, level=level, request_id=self._request_id, **fields)
+
+
+@contextlib.contextmanager
+def recorded(
+    metrics: RouterMetrics, request_id: str, num_prompt_tokens: int, arrived: float
+) -> Iterator[RequestRecord]:
+    """Count and log a request from arrival to whatever ends it."""
+    record = RequestRecord(metrics, request_id, num_prompt_tokens, arrived)
+    log_event(logger, "arrived", request_id=request_id, prompt_tokens=num_prompt_tokens)
+    try:
+        yield record
+    except SluiceError as error:
+        record.fail(error.code, error)
+        raise
+    except (asyncio.CancelledError, GeneratorExit):
+        record.fail("cancelled", "the client left")
+        raise
+    except Exception as error:
+        record.fail("internal_error", repr(error))
+        raise

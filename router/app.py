@@ -1,0 +1,45 @@
+"""create_app: the router's HTTP surface over a RouterService.
+
+The app neither starts nor stops the service; sluice.router.server does.
+"""
+
+from __future__ import annotations
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+
+from sluice.engine.protocol import SluiceError
+from sluice.router.admin import admin_routes
+from sluice.router.completions import completion_routes
+from sluice.router.errors import response_of, response_of_status
+from sluice.router.middleware import Border
+from sluice.router.service import RouterService
+from sluice.router.streaming import ClientGone
+
+CLIENT_CLOSED_REQUEST = 499  # nobody reads it; access logs know the number from nginx
+
+
+def create_app(service: RouterService) -> FastAPI:
+    """Every error, whoever raises it, leaves in OpenAI's shape and with an x-request-id."""
+    app = FastAPI(title="Sluice", openapi_url=None, redirect_slashes=False)
+    app.include_router(completion_routes(service))
+    app.include_router(admin_routes(service))
+    app.add_middleware(Border, api_keys=service.api_keys)
+
+    @app.exception_handler(SluiceError)
+    async def expected(_: Request, error: SluiceError) -> Response:
+        return response_of(error)
+
+    @app.exception_handler(HTTPException)
+    async def refused(request: Request, error: HTTPException) -> Response:
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        return response_of_status(error.status_code, message, dict(error.headers or {}))
+
+    @app.exception_handler(ClientGone)
+    @app.exception_handler(ClientDisconnect)
+    async def gone(_: Request, __: Exception) -> Response:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+    return app

@@ -1,0 +1,137 @@
+"""Dispatch: one request's way through the nodes.
+
+`_attempt` is the whole story of a request; `generate` tells it again, from where the client's
+answer stands, when a node fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, replace
+
+from sluice.engine.protocol import (
+    FinishReason,
+    GenerateRequest,
+    NodeError,
+    NodeLost,
+    Refused,
+    TransferFailed,
+)
+from sluice.router.background import Background
+from sluice.router.events import log_event
+from sluice.router.policy import Pair
+from sluice.router.queue import Ticket, WaitingQueue
+from sluice.router.reservation import Reservation, hold
+
+logger = logging.getLogger(__name__)
+
+MAX_FAILURES = 3  # attempts that may fail before the request does
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Output tokens in order. `num_cached_tokens`: prompt tokens prefill did not compute."""
+
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    num_cached_tokens: int = 0
+
+
+class Dispatcher:
+    """Runs requests on pairs from the queue. `on_retry` is told the reason of each retry."""
+
+    def __init__(
+        self,
+        queue: WaitingQueue,
+        *,
+        router_id: str,
+        background: Background,
+        on_retry: Callable[[str], None],
+    ) -> None:
+        self._queue = queue
+        self._router_id = router_id
+        self._background = background
+        self._on_retry = on_retry
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Tokens, None]:
+        """Every output token once, in order, whichever nodes fail on the way.
+
+        Close the iterator to end the request early. Raises QueueFull, Unavailable, or the last
+        NodeError after MAX_FAILURES failed attempts.
+        """
+        ticket = self._queue.ticket()
+        emitted = list(request.emitted_token_ids)
+        num_failures = 0
+        for number in itertools.count(1):
+            attempt = replace(
+                request,
+                request_id=f"{request.request_id}.{number}",
+                emitted_token_ids=tuple(emitted),
+            )
+            try:
+                async with contextlib.aclosing(self._attempt(attempt, ticket)) as stream:
+                    async for tokens in stream:
+                        emitted.extend(tokens.token_ids)
+                        ticket.patient = True
+                        yield tokens
+                        if tokens.finish_reason is not None:
+                            return
+            except Refused as error:  # costs nothing: back to its place in the queue
+                self._retry(attempt, error)
+            except NodeError as error:
+                num_failures += 1
+                if num_failures == MAX_FAILURES:
+                    raise
+                self._retry(attempt, error)
+            ticket.returning = True
+
+    async def _attempt(
+        self, request: GenerateRequest, ticket: Ticket
+    ) -> AsyncGenerator[Tokens, None]:
+        pair = await self._queue.pair_for(request, ticket)  # with credit on both nodes
+        self._log_dispatched(request, pair)
+        async with self._hold(pair, request, ticket) as reservation:  # pages in every pool
+            first = await reservation.prefill()  # pages are written as chunks finish
+            yield Tokens((first.token_id,), first.finish_reason, first.num_cached_tokens)
+            if first.finish_reason is None:
+                async for chunk in reservation.stream():
+                    yield Tokens(chunk.token_ids, chunk.finish_reason)
+
+    def _hold(
+        self, pair: Pair, request: GenerateRequest, ticket: Ticket
+    ) -> contextlib.AbstractAsyncContextManager[Reservation]:
+        return hold(pair, request, ticket, router_id=self._router_id, background=self._background)
+
+    def _log_dispatched(self, request: GenerateRequest, pair: Pair) -> None:
+        log_event(
+            logger,
+            "dispatched",
+            request_id=request.request_id,
+            prefill=pair.prefill.node_id,
+            decode=pair.decode.node_id,
+            tokens=len(request.token_ids),
+        )
+
+    def _retry(self, request: GenerateRequest, error: NodeError) -> None:
+        reason = _reason(error)
+        self._on_retry(reason)
+        log_event(
+            logger,
+            "retry",
+            request_id=request.request_id,
+            reason=reason,
+            detail=error,
+            level=logging.WARNING,
+        )
+
+
+def _reason(error: NodeError) -> str:
+    """The label of sluice:retries_total."""
+    if isinstance(error, Refused):
+        return "refused"
+    if isinstance(error, TransferFailed):
+        return "transfer_failed"
+    return "node_lost" if isinstance(error, NodeLost) else "node_error"

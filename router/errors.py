@@ -1,0 +1,69 @@
+"""Errors as HTTP answers in OpenAI's shape, and the few that exist only at the HTTP border."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+from sluice.engine.protocol import InvalidRequest, QueueFull, SluiceError, Unavailable
+
+RETRY_AFTER_S = 1
+
+
+class BodyTooLarge(InvalidRequest):
+    status = 413
+    code = "body_too_large"
+
+
+class WrongContentType(InvalidRequest):
+    status = 415
+    code = "unsupported_media_type"
+
+
+class Unauthorized(SluiceError):
+    status = 401
+    code = "invalid_api_key"
+
+
+def error_body(
+    message: str, *, status: int, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """`{"error": {"message", "type", "param", "code"}}`."""
+    return {"error": {"message": message, "type": _type_of(status), "param": param, "code": code}}
+
+
+def body_of(error: SluiceError) -> dict[str, Any]:
+    return error_body(
+        str(error), status=error.status, param=getattr(error, "param", None), code=error.code
+    )
+
+
+def response_of(error: SluiceError) -> JSONResponse:
+    headers = {}
+    if isinstance(error, QueueFull | Unavailable):
+        headers["Retry-After"] = str(RETRY_AFTER_S)
+    if isinstance(error, Unauthorized):
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSONResponse(body_of(error), error.status, headers)
+
+
+def response_of_status(status: int, message: str, headers: dict[str, str] | None) -> JSONResponse:
+    """For refusals that come from the web framework, such as an unknown path."""
+    code = HTTPStatus(status).phrase.lower().replace(" ", "_")
+    return JSONResponse(error_body(message, status=status, code=code), status, headers)
+
+
+def internal_error() -> JSONResponse:
+    """For a bug: the log has the details, the client gets the request id in the header."""
+    message = "internal error; the server's log has the details under this x-request-id"
+    return JSONResponse(error_body(message, status=500, code="internal_error"), 500)
+
+
+def _type_of(status: int) -> str:
+    if status == HTTPStatus.UNAUTHORIZED:
+        return "authentication_error"
+    if status == HTTPStatus.TOO_MANY_REQUESTS:
+        return "rate_limit_error"
+    return "server_error" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"

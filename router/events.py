@@ -1,0 +1,22 @@
+"""One log line for each event of a request's or a node's life, as key=value pairs.
+
+Prompts and answers never appear in a log: the lines carry ids, counts and times only.
+"""
+
+from __future__ import annotations
+
+import logging
+
+
+def log_event(
+    logger: logging.Logger, event: str, *, level: int = logging.INFO, **fields: object
+) -> None:
+    """Log `event=... key=value ...`; values with spaces are quoted."""
+    if logger.isEnabledFor(level):
+        pairs = " ".join(f"{key}={_shown(value)}" for key, value in fields.items())
+        logger.log(level, "event=%s %s", event, pairs)
+
+
+def _shown(value: object) -> str:
+    text = f"{value:.4f}" if isinstance(value, float) else str(value)
+    return repr(text) if any(character.isspace() for character in text) or not text else text

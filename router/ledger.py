@@ -1,0 +1,102 @@
+"""Ledger: what this router has promised of one node.
+
+The router is the only one who hands out a node's pages, so it can tell, without asking, whether a
+request fits now. Tables whose retention keeps every row are counted in pages; the others need a
+bounded number for each request and are covered by the node's limit on running requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from sluice.cache.spec import TableSpec, tables_of
+from sluice.engine.protocol import NodeInfo
+
+
+class Ledger:
+    """Promises by holder (one attempt of one request). Giving back twice is harmless.
+
+    max_outstanding_tokens: a node with this many promised tokens takes nothing more.
+    on_return: called after each return of credit.
+    """
+
+    def __init__(
+        self,
+        info: NodeInfo,
+        *,
+        max_outstanding_tokens: int | None,
+        on_return: Callable[[], None],
+    ) -> None:
+        self._info = info
+        self._max_outstanding_tokens = max_outstanding_tokens
+        self._on_return = on_return
+        self._tokens: dict[str, int] = {}  # holder -> promised tokens
+        self._pages: dict[TableSpec, int] = {
+            table: 0 for table in tables_of(info.specs) if table.retention.max_live_tokens is None
+        }
+        self.idle = asyncio.Event()  # set while nobody holds the node
+        self.idle.set()
+
+    @property
+    def running(self) -> int:
+        return len(self._tokens)
+
+    @property
+    def outstanding_tokens(self) -> int:
+        return sum(self._tokens.values())
+
+    @property
+    def reserved_pages(self) -> dict[TableSpec, int]:
+        return dict(self._pages)
+
+    @property
+    def load(self) -> float:
+        """How full the node is by its scarcest resource; 1.0 is full."""
+        parts = [self.running / self._info.max_running_requests]
+        parts += [
+            pages / max(1, self._info.num_pages[table]) for table, pages in self._pages.items()
+        ]
+        if self._max_outstanding_tokens is not None:
+            parts.append(self.outstanding_tokens / self._max_outstanding_tokens)
+        return max(parts)
+
+    @property
+    def max_tokens(self) -> int:
+        """Longest request that fits when the node is empty."""
+        spans = [table.tokens_per_page * self._info.num_pages[table] for table in self._pages]
+        return min([self._info.max_model_len, *spans])
+
+    def has_room(self, num_tokens: int) -> bool:
+        """Whether a request of `num_tokens` fits beside those that hold the node now."""
+        limit = self._max_outstanding_tokens
+        return (
+            self.running < self._info.max_running_requests
+            and (limit is None or self.outstanding_tokens < limit)
+            and all(
+                pages + _num_pages(table, num_tokens) <= self._info.num_pages[table]
+                for table, pages in self._pages.items()
+            )
+        )
+
+    def take(self, holder: str, num_tokens: int) -> None:
+        assert holder not in self._tokens, f"{holder} already holds {self._info.node_id}"
+        self._tokens[holder] = num_tokens
+        for table in self._pages:
+            self._pages[table] += _num_pages(table, num_tokens)
+        self.idle.clear()
+
+    def give_back(self, holder: str) -> None:
+        """Return what the holder took; does nothing if that was done before."""
+        num_tokens = self._tokens.pop(holder, None)
+        if num_tokens is None:
+            return
+        for table in self._pages:
+            self._pages[table] -= _num_pages(table, num_tokens)
+        if not self._tokens:
+            self.idle.set()
+        self._on_return()
+
+
+def _num_pages(table: TableSpec, num_tokens: int) -> int:
+    return len(table.pages(0, num_tokens))

@@ -1,0 +1,63 @@
+"""Border: what holds for every HTTP answer: a request id, the API key, no error without shape."""
+
+from __future__ import annotations
+
+import logging
+import re
+import uuid
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from sluice.router.auth import check_api_key
+from sluice.router.errors import Unauthorized, internal_error, response_of
+
+logger = logging.getLogger(__name__)
+
+SANE_REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+
+
+class Border:
+    """ASGI middleware. Sets `scope["state"]["request_id"]`, unique within the deployment.
+
+    A client's own x-request-id is echoed as it is; inside it gets a unique end, so that two
+    requests with the same header never meet.
+    """
+
+    def __init__(self, app: ASGIApp, api_keys: tuple[bytes, ...]) -> None:
+        self._app = app
+        self._api_keys = api_keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        shown, unique = _request_ids(headers.get(b"x-request-id", b""))
+        scope.setdefault("state", {})["request_id"] = unique
+        started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                message["headers"] = [*message["headers"], (b"x-request-id", shown)]
+            await send(message)
+
+        try:
+            check_api_key(self._api_keys, scope["path"], headers.get(b"authorization", b""))
+            await self._app(scope, receive, send_with_id)
+        except Unauthorized as error:
+            await response_of(error)(scope, receive, send_with_id)
+        except Exception:
+            logger.exception("event=internal_error request_id=%s", unique)
+            if started:
+                raise  # the server then cuts the connection: nobody takes half an answer for one
+            await internal_error()(scope, receive, send_with_id)
+
+
+def _request_ids(given: bytes) -> tuple[bytes, str]:
+    """The id to show and the id to use."""
+    random = uuid.uuid4().hex
+    if SANE_REQUEST_ID.fullmatch(given):
+        return given, f"{given.decode('ascii')}-{random[:12]}"
+    return random.encode("ascii"), random

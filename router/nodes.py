@@ -1,0 +1,249 @@
+"""The router's view of one node: is it alive, what was promised of it, what does it say.
+
+Life of a view:
+ 1. made when the cluster names the node; usable at once
+ 2. every HEARTBEAT_S it asks for the node's status, which also tells the node that we live
+ 3. no answer for `lease_s`, or a dead connection: the node is lost, and everything that waits
+    for it gets NodeLost at that moment
+ 4. an answer after that makes it usable again; what was in flight before stays lost
+ 5. closed when the cluster no longer names this incarnation
+
+Everything here runs in the router's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, Generic, TypeVar
+
+from sluice.engine.protocol import (
+    DecodeClient,
+    GenerateRequest,
+    NodeError,
+    NodeInfo,
+    NodeLost,
+    NodeStatus,
+    PrefillClient,
+    TokenChunk,
+)
+from sluice.router.background import Background
+from sluice.router.events import log_event
+from sluice.router.ledger import Ledger
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_S = 0.5
+REFUSED_PAUSE_S = 0.1  # a node that refused is not asked again before this
+
+Client = TypeVar("Client", bound=PrefillClient | DecodeClient)
+T = TypeVar("T")
+
+
+class RoutedNode(Generic[Client]):
+    """What prefill and decode nodes have in common. `on_change` is called when it comes or goes."""
+
+    def __init__(
+        self,
+        client: Client,
+        *,
+        router_id: str,
+        lease_s: float,
+        background: Background,
+        on_change: Callable[[], None],
+    ) -> None:
+        self.client = client
+        self.info: NodeInfo = client.info
+        self.draining = False
+        self.status: NodeStatus | None = None
+        self.lost_because: str | None = None
+        self.last_picked = 0  # order of picks, for the policy
+        self.ledger = Ledger(
+            self.info,
+            max_outstanding_tokens=self._max_outstanding_tokens(),
+            on_return=on_change,
+        )
+        self._router_id = router_id
+        self._lease_s = lease_s
+        self._background = background
+        self._on_change = on_change
+        self._refused_until = 0.0
+        self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._watcher = background.spawn(self._watch())
+        self._watcher.add_done_callback(lambda _: self.lose("its watcher ended"))
+
+    def _max_outstanding_tokens(self) -> int | None:
+        return None
+
+    def promised_tokens(self, request: GenerateRequest) -> int:
+        """Tokens the request needs pages for on this node."""
+        raise NotImplementedError
+
+    @property
+    def node_id(self) -> str:
+        return self.info.node_id
+
+    @property
+    def ready(self) -> bool:
+        """Whether new requests may go here."""
+        return self.lost_because is None and not self.draining
+
+    def could_hold(self, request: GenerateRequest) -> bool:
+        """Whether the request fits at all, were it alone here."""
+        return self.ready and self.promised_tokens(request) <= self.ledger.max_tokens
+
+    def can_start(self, request: GenerateRequest) -> bool:
+        """Whether the request can have its pages now."""
+        refusing = asyncio.get_running_loop().time() < self._refused_until
+        return self.ready and not refusing and self.ledger.has_room(self.promised_tokens(request))
+
+    def pause_after_refusal(self) -> None:
+        """Leave the node alone for a moment, then look at the queue again."""
+        loop = asyncio.get_running_loop()
+        self._refused_until = loop.time() + REFUSED_PAUSE_S
+        loop.call_later(REFUSED_PAUSE_S, self._on_change)
+
+    async def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Await a call to the node. Raises NodeLost as soon as the node counts as lost."""
+        task, lost = asyncio.ensure_future(coroutine), self._lost
+        waited: set[asyncio.Future[Any]] = {task, lost}
+        try:
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise NodeLost(f"node {self.node_id}: {lost.result()}")
+            return task.result()
+        except NodeLost as error:
+            self.lose(str(error))
+            raise
+        finally:
+            task.cancel()
+
+    async def refresh(self, limit_s: float) -> None:
+        """Ask for the node's gauges now; the last known ones stay if it takes too long."""
+        try:
+            async with asyncio.timeout(limit_s):
+                self.status = await self.call(self.client.status(self._router_id))
+        except (NodeError, TimeoutError) as error:
+            log_event(logger, "no_status", node=self.node_id, reason=error, level=logging.DEBUG)
+
+    def lose(self, reason: str, *, level: int = logging.WARNING) -> None:
+        """Treat the node as gone: whoever waits for it gets NodeLost."""
+        if self.lost_because is not None:
+            return
+        log_event(logger, "node_lost", node=self.node_id, reason=reason, level=level)
+        self.lost_because = reason
+        self.status = None
+        self._lost.set_result(reason)
+        self._on_change()
+
+    def close(self, reason: str) -> None:
+        """End the view for good."""
+        self._watcher.cancel()
+        self.lose(reason, level=logging.INFO)
+
+    def _recover(self) -> None:
+        log_event(logger, "node_back", node=self.node_id)
+        self.lost_because = None
+        self._lost = asyncio.get_running_loop().create_future()
+        self._on_change()
+
+    async def _watch(self) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(self._lease_s):
+                    self.status = await self.client.status(self._router_id)
+            except TimeoutError:
+                self.lose(f"no answer for {self._lease_s:g} s")
+            except NodeError as error:
+                self.lose(str(error))
+            else:
+                if self.lost_because is not None:
+                    self._recover()
+            await asyncio.sleep(min(HEARTBEAT_S, self._lease_s / 4))
+
+
+class RoutedPrefill(RoutedNode[PrefillClient]):
+    """A prefill node: pages for the prompt, and about two chunks of work at a time.
+
+    More would only wait inside the node, where order, deadlines and cancels are out of reach.
+    """
+
+    def _max_outstanding_tokens(self) -> int:
+        return 2 * self.info.max_batch_tokens
+
+    def promised_tokens(self, request: GenerateRequest) -> int:
+        return len(request.token_ids)
+
+
+class RoutedDecode(RoutedNode[DecodeClient]):
+    """A decode node: pages for the whole request, and one stream with everybody's tokens."""
+
+    def __init__(
+        self,
+        client: DecodeClient,
+        *,
+        router_id: str,
+        lease_s: float,
+        background: Background,
+        on_change: Callable[[], None],
+    ) -> None:
+        self._inboxes: dict[str, asyncio.Queue[TokenChunk | NodeLost]] = {}
+        super().__init__(
+            client,
+            router_id=router_id,
+            lease_s=lease_s,
+            background=background,
+            on_change=on_change,
+        )
+        self._receiver = background.spawn(self._receive())
+        self._receiver.add_done_callback(self._receiver_ended)
+
+    def promised_tokens(self, request: GenerateRequest) -> int:
+        return request.max_total_tokens
+
+    def open_inbox(self, request_id: str) -> None:
+        """Keep this request's chunks from now on, before the node can send the first."""
+        self._inboxes[request_id] = asyncio.Queue()
+
+    def close_inbox(self, request_id: str) -> None:
+        self._inboxes.pop(request_id, None)
+
+    async def stream(self, request_id: str) -> AsyncIterator[TokenChunk]:
+        """The request's chunks up to the one with a finish reason. Raises NodeError."""
+        inbox = self._inboxes[request_id]
+        while True:
+            chunk = await inbox.get()
+            if isinstance(chunk, NodeLost):
+                raise chunk
+            if chunk.error is not None:
+                raise NodeError(f"decode node {self.node_id}: {chunk.error}")
+            yield chunk
+            if chunk.finish_reason is not None:
+                return
+
+    def lose(self, reason: str, *, level: int = logging.WARNING) -> None:
+        if self.lost_because is None:
+            # Behind the chunks that did arrive: those tokens are good and save work on a retry.
+            for inbox in self._inboxes.values():
+                inbox.put_nowait(NodeLost(f"node {self.node_id}: {reason}"))
+            self._receiver.cancel()
+        super().lose(reason, level=level)
+
+    def _recover(self) -> None:
+        self._receiver = self._background.spawn(self._receive())
+        self._receiver.add_done_callback(self._receiver_ended)
+        super()._recover()
+
+    async def _receive(self) -> None:
+        try:
+            async for step in self.client.tokens(self._router_id):
+                for chunk in step:
+                    if (inbox := self._inboxes.get(chunk.request_id)) is not None:
+                        inbox.put_nowait(chunk)
+        except NodeError as error:
+            self.lose(str(error))
+
+    def _receiver_ended(self, receiver: asyncio.Task[Any]) -> None:
+        if receiver is self._receiver:  # not one that a recovery has replaced
+            self.lose("its token stream ended")

@@ -1,0 +1,151 @@
+"""The queue: the one place where requests wait, first come first served.
+
+    enter ──► waiting ──pair with credit──► dispatched
+                 │  └──no node could ever take it──► Unavailable
+                 └──client gone, deadline──► forgotten
+
+A request leaves only with credit on both nodes of a pair, so nothing waits inside a node and a
+cancel here costs nothing. A request that comes back after a failure keeps its place by arrival.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import itertools
+from dataclasses import dataclass, field
+
+from sluice.engine.protocol import GenerateRequest, QueueFull, SluiceError, Unavailable
+from sluice.router.policy import Pair, Policy
+from sluice.router.registry import Nodes
+
+
+@dataclass
+class Ticket:
+    """A request's place in the order of arrival, kept over its attempts.
+
+    avoid: ids of the nodes on which the last attempt failed.
+    patient: the client has part of the answer already, so it may wait for a node to come back.
+    """
+
+    arrival: int
+    returning: bool = False
+    patient: bool = False
+    avoid: set[str] = field(default_factory=set)
+
+
+@dataclass(eq=False)
+class _Waiter:
+    request: GenerateRequest
+    ticket: Ticket
+    hopeless_until: float | None  # loop time until which having no node at all is put up with
+    pair: asyncio.Future[Pair]
+
+
+class WaitingQueue:
+    """Matches waiting requests with pairs. `wake` it after every change of credit or nodes.
+
+    max_waiting: newcomers beyond this are refused. patience_s: see Ticket.patient.
+    """
+
+    def __init__(
+        self, nodes: Nodes, policy: Policy, *, max_waiting: int, patience_s: float
+    ) -> None:
+        self._nodes = nodes
+        self._policy = policy
+        self._max_waiting = max_waiting
+        self._patience_s = patience_s
+        self._waiting: list[_Waiter] = []  # by arrival
+        self._arrivals = itertools.count()
+        self._closed: SluiceError | None = None
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def ticket(self) -> Ticket:
+        return Ticket(next(self._arrivals))
+
+    async def pair_for(self, request: GenerateRequest, ticket: Ticket) -> Pair:
+        """Wait for a pair that can start the request; the credit on both nodes is then taken.
+
+        Raises QueueFull, or Unavailable if no ready node could take the request at all.
+        """
+        waiter = self._enter(request, ticket)
+        try:
+            self.wake()
+            if not waiter.pair.done() and not ticket.returning:
+                self._check_length(waiter)
+            return await waiter.pair
+        except asyncio.CancelledError:
+            self._return_credit(waiter)
+            raise
+        finally:
+            self._leave(waiter)
+
+    def wake(self) -> None:
+        """Start every request that can start, in order, and turn away those nobody can take."""
+        for waiter in list(self._waiting):
+            if not self._nodes.could_hold(waiter.request):
+                self._turn_away(waiter)
+                continue
+            pair = self._policy.pick(
+                waiter.request, self._nodes.prefill, self._nodes.decode, waiter.ticket.avoid
+            )
+            if pair is None:
+                break  # nobody overtakes
+            self._leave(waiter)
+            for node in pair:
+                node.ledger.take(waiter.request.request_id, node.promised_tokens(waiter.request))
+            waiter.pair.set_result(pair)
+
+    def close(self, reason: SluiceError) -> None:
+        """Turn away all that wait, and everybody who comes later."""
+        self._closed = reason
+        for waiter in list(self._waiting):
+            self._reject(waiter, reason)
+
+    def _enter(self, request: GenerateRequest, ticket: Ticket) -> _Waiter:
+        if self._closed is not None:
+            raise self._closed
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._patience_s if ticket.patient else None
+        waiter = _Waiter(request, ticket, until, loop.create_future())
+        bisect.insort(self._waiting, waiter, key=lambda other: other.ticket.arrival)
+        if until is not None:
+            loop.call_at(until, self.wake)
+        return waiter
+
+    def _check_length(self, newcomer: _Waiter) -> None:
+        if len(self._waiting) > self._max_waiting:
+            self._leave(newcomer)
+            raise QueueFull(
+                f"{self._max_waiting} requests wait already (router.max_queue); try again later"
+            )
+
+    def _turn_away(self, waiter: _Waiter) -> None:
+        until = waiter.hopeless_until
+        if until is None or asyncio.get_running_loop().time() >= until:
+            self._reject(waiter, Unavailable(self._why_hopeless()))
+
+    def _why_hopeless(self) -> str:
+        for role, nodes in (("prefill", self._nodes.prefill), ("decode", self._nodes.decode)):
+            if not any(node.ready for node in nodes):
+                return f"no {role} node is ready; try again in a moment"
+        return "the nodes that are ready are too small for this request; try again later"
+
+    def _reject(self, waiter: _Waiter, error: SluiceError) -> None:
+        self._leave(waiter)
+        if not waiter.pair.done():
+            waiter.pair.set_exception(error)
+
+    def _leave(self, waiter: _Waiter) -> None:
+        if waiter in self._waiting:
+            self._waiting.remove(waiter)
+
+    @staticmethod
+    def _return_credit(waiter: _Waiter) -> None:
+        """A cancel that met a pair just found: nobody will use it."""
+        future = waiter.pair
+        if future.done() and not future.cancelled() and future.exception() is None:
+            for node in future.result():
+                node.ledger.give_back(waiter.request.request_id)

@@ -1,0 +1,99 @@
+"""Nodes: the views of all nodes the cluster has named, kept in step with it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+from sluice.engine.protocol import DecodeClient, GenerateRequest, PrefillClient
+from sluice.router.background import Background
+from sluice.router.nodes import RoutedDecode, RoutedNode, RoutedPrefill
+
+
+class Nodes:
+    """Views by node id; a new incarnation of a node is a new view. `on_change`: see RoutedNode."""
+
+    def __init__(
+        self,
+        *,
+        router_id: str,
+        lease_s: float,
+        background: Background,
+        on_change: Callable[[], None],
+    ) -> None:
+        self._router_id = router_id
+        self._lease_s = lease_s
+        self._background = background
+        self._on_change = on_change
+        self._prefill: dict[str, RoutedPrefill] = {}
+        self._decode: dict[str, RoutedDecode] = {}
+
+    def __iter__(self) -> Iterator[RoutedNode[Any]]:
+        return itertools.chain(self._prefill.values(), self._decode.values())
+
+    @property
+    def prefill(self) -> list[RoutedPrefill]:
+        return list(self._prefill.values())
+
+    @property
+    def decode(self) -> list[RoutedDecode]:
+        return list(self._decode.values())
+
+    def find(self, node_id: str) -> RoutedNode[Any] | None:
+        return self._prefill.get(node_id) or self._decode.get(node_id)
+
+    def could_hold(self, request: GenerateRequest) -> bool:
+        """Whether a ready node of each role could ever take the request."""
+        return any(node.could_hold(request) for node in self._prefill.values()) and any(
+            node.could_hold(request) for node in self._decode.values()
+        )
+
+    def update(
+        self,
+        prefill: Sequence[PrefillClient],
+        decode: Sequence[DecodeClient],
+        draining: Collection[str],
+    ) -> None:
+        """Make the views match the cluster; requests on a node that left fail over at once."""
+        self._close_departed(self._prefill, prefill)
+        self._close_departed(self._decode, decode)
+        for prefill_client in prefill:
+            if prefill_client.info.node_id not in self._prefill:
+                view = RoutedPrefill(prefill_client, **self._context())
+                self._prefill[view.node_id] = view
+        for decode_client in decode:
+            if decode_client.info.node_id not in self._decode:
+                decode_view = RoutedDecode(decode_client, **self._context())
+                self._decode[decode_view.node_id] = decode_view
+        for node in self:
+            node.draining = node.node_id in draining
+        self._on_change()
+
+    async def refresh(self, limit_s: float) -> None:
+        """Ask every live node for its gauges."""
+        live = [node.refresh(limit_s) for node in self if node.lost_because is None]
+        await asyncio.gather(*live)
+
+    def close(self, reason: str) -> None:
+        for node in self:
+            node.close(reason)
+
+    def _context(self) -> dict[str, Any]:
+        return {
+            "router_id": self._router_id,
+            "lease_s": self._lease_s,
+            "background": self._background,
+            "on_change": self._on_change,
+        }
+
+    @staticmethod
+    def _close_departed(
+        views: dict[str, Any], clients: Sequence[PrefillClient] | Sequence[DecodeClient]
+    ) -> None:
+        named = {(client.info.node_id, client.info.incarnation) for client in clients}
+        for node_id, view in list(views.items()):
+            if (node_id, view.info.incarnation) not in named:
+                del views[node_id]
+                view.close("it left the cluster")

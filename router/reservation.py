@@ -1,0 +1,146 @@
+"""Reservation: a request's hold on one pair of nodes, from the grant to its return.
+
+Life:
+ 1. the queue has taken credit on both nodes, under the request's id
+ 2. reserve: decode promises pages in every pool, or refuses
+ 3. prefill: prompt computed, pages written; from here to its answer a write may be in flight
+ 4. stream: decode's tokens
+ 5. give back, always, once, whatever happened: stop prefill unless it has handed over, release
+    the grant, return the credit
+Step 5 runs as a task of its own, so that a cancelled request cannot interrupt it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+
+from sluice.engine.protocol import (
+    GenerateRequest,
+    NodeError,
+    PageGrant,
+    PrefillResult,
+    Refused,
+    TokenChunk,
+)
+from sluice.router.background import Background
+from sluice.router.events import log_event
+from sluice.router.policy import Pair
+from sluice.router.queue import Ticket
+
+logger = logging.getLogger(__name__)
+
+CALL_LIMIT_S = 5.0  # abort and release are short; a node that takes longer is given up on
+CLEANUP_PATIENCE_S = 1.0  # the request itself waits so long for the return, then goes on
+
+
+class Reservation:
+    """See the module. `request.request_id` is unique to the attempt."""
+
+    def __init__(self, pair: Pair, request: GenerateRequest, router_id: str) -> None:
+        self._prefill, self._decode = pair
+        self._request = request
+        self._router_id = router_id
+        self._granting: asyncio.Task[PageGrant] | None = None
+        self._may_be_in_flight = False
+
+    async def reserve(self) -> None:
+        """Raises Refused or NodeLost."""
+        self._decode.open_inbox(self._request.request_id)
+        # A task of its own: if we are cancelled meanwhile, the grant still has to be given back.
+        self._granting = asyncio.create_task(
+            self._decode.call(self._decode.client.reserve(self._request, self._router_id))
+        )
+        await asyncio.shield(self._granting)
+
+    async def prefill(self) -> PrefillResult:
+        """Compute the prompt and move its pages. Raises TransferFailed or NodeLost."""
+        assert self._granting is not None, "prefill before reserve"
+        self._may_be_in_flight = True
+        result = await self._prefill.call(
+            self._prefill.client.run(self._request, self._granting.result())
+        )
+        if result.finish_reason is None:  # all pages have landed; earlier ends leave them behind
+            self._may_be_in_flight = False
+            self._prefill.ledger.give_back(self._request.request_id)
+        return result
+
+    def stream(self) -> AsyncIterator[TokenChunk]:
+        """Decode's tokens. Raises NodeError."""
+        return self._decode.stream(self._request.request_id)
+
+    async def give_back(self) -> None:
+        """End the request on both nodes, then return the credit."""
+        request_id = self._request.request_id
+        try:
+            grant = await self._grant_if_any()
+            in_flight = self._may_be_in_flight and not await self._stop_prefill()
+            self._prefill.ledger.give_back(request_id)
+            if grant is not None:
+                await self._release(grant, in_flight)
+        finally:
+            self._decode.close_inbox(request_id)
+            self._prefill.ledger.give_back(request_id)
+            self._decode.ledger.give_back(request_id)
+
+    async def _grant_if_any(self) -> PageGrant | None:
+        if self._granting is None:
+            return None
+        with contextlib.suppress(NodeError):  # the caller of reserve has seen it
+            return await self._granting
+        return None
+
+    async def _stop_prefill(self) -> bool:
+        """Whether the node has confirmed that nothing of the request is in flight."""
+        try:
+            async with asyncio.timeout(CALL_LIMIT_S):
+                await self._prefill.client.abort(self._request.request_id)
+        except (NodeError, TimeoutError) as error:
+            self._log_failure("abort_failed", self._prefill.node_id, error)
+            return False
+        return True
+
+    async def _release(self, grant: PageGrant, in_flight: bool) -> None:
+        try:
+            async with asyncio.timeout(CALL_LIMIT_S):
+                await self._decode.client.release(grant.grant_id, in_flight=in_flight)
+        except (NodeError, TimeoutError) as error:
+            # The node frees the grant itself when its lease runs out or this router goes silent.
+            self._log_failure("release_failed", self._decode.node_id, error)
+
+    def _log_failure(self, event: str, node_id: str, error: Exception) -> None:
+        log_event(
+            logger,
+            event,
+            request_id=self._request.request_id,
+            node=node_id,
+            reason=str(error) or f"no answer in {CALL_LIMIT_S:g} s",
+            level=logging.WARNING,
+        )
+
+
+@contextlib.asynccontextmanager
+async def hold(
+    pair: Pair,
+    request: GenerateRequest,
+    ticket: Ticket,
+    *,
+    router_id: str,
+    background: Background,
+) -> AsyncIterator[Reservation]:
+    """Reserve on entry, give back on exit; what failed is noted for the next attempt."""
+    reservation = Reservation(pair, request, router_id)
+    try:
+        await reservation.reserve()
+        yield reservation
+    except Refused:
+        pair.decode.pause_after_refusal()
+        raise
+    except NodeError:
+        ticket.avoid = {node.node_id for node in pair}
+        raise
+    finally:
+        returning = background.spawn(reservation.give_back())
+        await asyncio.wait({returning}, timeout=CLEANUP_PATIENCE_S)

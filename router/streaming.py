@@ -1,0 +1,108 @@
+"""Answers that end when their client does: server-sent events, and work that a client waits for.
+
+Memory per client is bounded whatever it reads: events are made only when the one before has been
+taken by the server, whose write buffer has a fixed limit, and tokens that arrive meanwhile are at
+most the request's own max_tokens small integers. A client that takes nothing for SEND_LIMIT_S is
+treated as gone, so that it cannot hold a node's pages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from sluice.engine.protocol import SluiceError
+from sluice.router.errors import body_of, error_body, response_of
+
+logger = logging.getLogger(__name__)
+
+SEND_LIMIT_S = 60.0
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would otherwise collect the stream
+]
+
+T = TypeVar("T")
+
+
+class ClientGone(Exception):
+    """The client has closed its connection, or reads too slowly."""
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Await `work`; a client that leaves cancels it, cleanup included, and raises ClientGone."""
+    task = asyncio.create_task(work)
+    watcher = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        for pending in (task, watcher):
+            pending.cancel()
+        await asyncio.wait({task, watcher})
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Sends JSON events as they come, then [DONE].
+
+    An error before the first event is a plain JSON error with its own status; after it, an event
+    `{"error": ...}` that ends the stream without [DONE].
+    """
+
+    def __init__(self, events: AsyncGenerator[dict[str, Any], None]) -> None:
+        super().__init__()
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with contextlib.suppress(ClientGone):  # the record of the request has logged it
+            await unless_gone(receive, self._run(scope, receive, send))
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with contextlib.aclosing(self._events) as events:
+            try:
+                first = await anext(events)
+            except SluiceError as error:
+                await response_of(error)(scope, receive, send)
+                return
+            await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+            await _send_event(send, first)
+            try:
+                async for event in events:
+                    await _send_event(send, event)
+                await _send_text(send, "data: [DONE]\n\n")
+            except SluiceError as error:
+                await _send_event(send, body_of(error))
+            except ClientGone:
+                raise
+            except Exception:
+                logger.exception("event=internal_error while streaming")
+                await _send_event(send, error_body("internal error", status=500))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _send_event(send: Send, event: dict[str, Any]) -> None:
+    await _send_text(send, f"data: {json.dumps(event, ensure_ascii=False)}\n\n")
+
+
+async def _send_text(send: Send, text: str) -> None:
+    try:
+        async with asyncio.timeout(SEND_LIMIT_S):
+            message = {"type": "http.response.body", "body": text.encode(), "more_body": True}
+            await send(message)
+    except TimeoutError as error:
+        raise ClientGone from error

@@ -1,0 +1,56 @@
+"""OutputText: a request's output tokens as the text its client sees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tokenizers import Tokenizer
+
+from sluice.engine.protocol import FinishReason
+from sluice.router.detokenize import Detokenizer
+from sluice.router.dispatch import Tokens
+from sluice.router.stop import StopFilter
+
+
+@dataclass(frozen=True)
+class Delta:
+    """The next piece of an answer. `num_tokens`: output tokens so far, the last one included."""
+
+    text: str
+    num_tokens: int
+    finish_reason: FinishReason | None = None
+    num_cached_tokens: int = 0
+
+
+class OutputText:
+    """Works token by token, so that text and counts do not depend on how tokens were batched."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
+        self._detokenizer = Detokenizer(tokenizer)
+        self._filter = StopFilter(stop)
+        self._num_tokens = 0
+        self._num_cached_tokens = 0
+
+    def take(self, tokens: Tokens) -> Delta:
+        """The text these tokens add; its finish reason is STOP if a stop string is complete."""
+        self._num_cached_tokens = max(self._num_cached_tokens, tokens.num_cached_tokens)
+        visible = tokens.token_ids
+        if tokens.finish_reason is FinishReason.STOP:
+            visible = visible[:-1]  # the stop token ends the text, it is not part of it
+        text = ""
+        for token_id in visible:
+            self._num_tokens += 1
+            text += self._filter.push(self._detokenizer.push(token_id))
+            if self._filter.stopped:
+                return self._delta(text, FinishReason.STOP)
+        self._num_tokens += len(tokens.token_ids) - len(visible)
+        if tokens.finish_reason is None:
+            return self._delta(text, None)
+        text += self._filter.push(self._detokenizer.flush())
+        if self._filter.stopped:
+            return self._delta(text, FinishReason.STOP)
+        return self._delta(text + self._filter.flush(), tokens.finish_reason)
+
+    def _delta(self, text: str, finish_reason: FinishReason | None) -> Delta:
+        return Delta(text, self._num_tokens, finish_reason, self._num_cached_tokens)

@@ -1,0 +1,144 @@
+"""Every bad request gets a 4xx in OpenAI's shape that names the field, and touches no node."""
+
+from __future__ import annotations
+
+import pytest
+
+BAD_FIELDS = [
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": "5"}, "max_tokens"),
+    ({"max_tokens": 5.0}, "max_tokens"),
+    ({"max_tokens": True}, "max_tokens"),
+    ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
+    ({"temperature": -1}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"seed": 2**63}, "seed"),
+    ({"stop": ""}, "stop"),
+    ({"stop": 5}, "stop"),
+    ({"stop": ["a"] * 17}, "stop"),
+    ({"stop_token_ids": [1, "2"]}, "stop_token_ids.1"),
+    ({"stop_token_ids": [10**6]}, "stop_token_ids"),
+    ({"n": 2}, "n"),
+    ({"best_of": 2}, "best_of"),
+    ({"logprobs": 0}, "logprobs"),
+    ({"echo": True}, "echo"),
+    ({"frequency_penalty": 0.5}, "frequency_penalty"),
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"no_such_field": 1}, "no_such_field"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"extra": 1}}, "stream_options.extra"),
+    ({"model": 5}, "model"),
+]
+BAD_PROMPTS = [5, "", [], ["a", "b"], [[1], [2]], [1, None], [1, "a"], [-1], [10**6], {"a": 1}]
+BAD_MESSAGES = [
+    [],
+    "hello",
+    [{"role": "user"}],
+    [{"role": "nobody", "content": "a"}],
+    [{"role": "user", "content": 5}],
+    [{"role": "user", "content": []}],
+    [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
+    [{"role": "user", "content": "a", "tool_calls": []}],
+    [{"role": "tool", "content": "the template refuses this"}],
+]
+
+
+def check(answer, status: int, param: str | None = None) -> dict:
+    error = answer.json()["error"]
+    assert answer.status_code == status, error
+    assert set(error) == {"message", "type", "param", "code"} and error["message"]
+    assert answer.headers["x-request-id"]
+    assert param is None or error["param"] == param
+    return error
+
+
+@pytest.mark.parametrize(("fields", "param"), BAD_FIELDS, ids=lambda value: str(value)[:40])
+async def test_bad_fields_are_refused_by_name(world, fields, param):
+    error = check(await world.complete(**fields), 400, param)
+    assert param.split(".")[0] in error["message"]
+    assert not world.decodes["decode-0"].calls and not world.prefills["prefill-0"].calls
+
+
+@pytest.mark.parametrize("prompt", BAD_PROMPTS, ids=str)
+async def test_bad_prompts_are_refused(world, prompt):
+    check(await world.complete(prompt), 400, "prompt")
+
+
+@pytest.mark.parametrize("messages", BAD_MESSAGES, ids=lambda value: str(value)[:60])
+async def test_bad_messages_are_refused(world, messages):
+    body = {"model": "tiny", "messages": messages}
+    error = check(await world.http.post("/v1/chat/completions", json=body), 400)
+    assert error["param"].startswith("messages")
+
+
+async def test_neutral_and_ignored_fields_are_let_through(world):
+    fields = {"n": 1, "user": "me", "metadata": {"a": "b"}, "store": False, "logprobs": None,
+              "presence_penalty": 0.0, "logit_bias": {}, "stop": None, "seed": None}  # fmt: skip
+    assert (await world.complete(**fields)).status_code == 200
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'"text"', b"\xff", b'{"model": "\\ud800"}',
+                                  b'{"model": "tiny", "prompt": "a", "temperature": NaN}',
+                                  b"[" * 100_000])  # fmt: skip
+async def test_bodies_that_are_no_json_object_are_refused(world, body):
+    headers = {"content-type": "application/json"}
+    check(await world.http.post("/v1/completions", content=body, headers=headers), 400)
+
+
+async def test_wrong_content_type_and_oversized_body(world):
+    check(await world.http.post("/v1/completions", content=b"{}"), 415)
+    headers = {"content-type": "application/json"}
+    big = b" " * ((16 << 20) + 1)
+    check(await world.http.post("/v1/completions", content=big, headers=headers), 413)
+
+    async def unannounced():
+        for _ in range(17):
+            yield b" " * (1 << 20)
+
+    check(await world.http.post("/v1/completions", content=unannounced(), headers=headers), 413)
+
+
+async def test_unknown_paths_methods_and_models(world):
+    check(await world.http.get("/v1/nothing"), 404)
+    check(await world.http.get("/v1/completions"), 405)
+    assert check(await world.complete(model="other"), 404)["code"] == "model_not_found"
+    check(await world.http.get("/v1/models/other"), 404)
+
+
+async def test_prompt_over_the_limit_is_refused_before_any_node(world):
+    longest = world.service.checkpoint.max_model_len
+    assert check(await world.complete([9] * longest), 400)["code"] == "context_length_exceeded"
+    error = check(await world.complete([9] * 250, max_tokens=7), 400, "max_tokens")
+    assert error["code"] == "context_length_exceeded"
+    assert (await world.complete([9] * (longest - 1), max_tokens=1)).status_code == 200
+    assert world.decodes["decode-0"].calls == ["reserve", "release"]
+
+
+async def test_a_request_no_node_can_hold_is_refused_before_any_node(make_world):
+    world = await make_world()
+    world.add_prefill(num_pages=3)
+    world.add_decode(num_pages=4)
+    check(await world.complete([9] * 40, max_tokens=25), 400, "max_tokens")
+    check(await world.complete([9] * 49, max_tokens=1), 400, "prompt")
+    assert (await world.complete([9] * 48, max_tokens=16)).status_code == 200
+
+
+async def test_without_a_chat_template_only_completions_work(
+    make_world, checkpoint_writer, tmp_path
+):
+    world = await make_world(folder=checkpoint_writer(tmp_path / "bare", chat_template=None))
+    world.add_prefill()
+    world.add_decode()
+    assert "chat template" in check(await world.chat(), 400, "messages")["message"]
+    assert (await world.complete()).status_code == 200
+
+
+async def test_a_bug_is_an_internal_error_with_shape_and_id(world):
+    world.prefills["prefill-0"].faults = [ZeroDivisionError("bug")]
+    check(await world.complete(), 500)
+    await world.until(world.quiescent)
+    world.prefills["prefill-0"].faults = [ZeroDivisionError("bug")]
+    check(await world.complete(stream=True), 500)

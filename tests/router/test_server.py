@@ -1,0 +1,116 @@
+"""The real server on a real port, with the official client and with clients that vanish."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import httpx
+import openai
+import pytest
+
+from sluice.engine.protocol import ConfigError
+from sluice.router.server import bind, serve
+
+
+@pytest.fixture
+async def server(world):
+    server = await serve(world.service, "127.0.0.1", 0)
+    yield server
+    await server.stop(limit_s=0)
+
+
+@pytest.fixture
+async def client(server):
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as it:
+        yield it
+
+
+async def test_the_official_client_chats(world, client):
+    messages = [{"role": "user", "content": "the cat"}]
+    whole = await client.chat.completions.create(model="tiny", messages=messages, max_tokens=20)
+    stream = await client.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=20, stream=True,
+        stream_options={"include_usage": True},
+    )  # fmt: skip
+    chunks = [chunk async for chunk in stream]
+    pieces = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
+    assert "".join(pieces) == whole.choices[0].message.content
+    assert chunks[-1].usage == whole.usage
+
+
+async def test_the_official_client_completes_and_lists_models(world, client):
+    answer = await client.completions.create(model="tiny", prompt="the cat", max_tokens=8)
+    assert answer.choices[0].text == world.expected()
+    assert [model.id async for model in client.models.list()] == ["tiny"]
+
+
+async def test_the_official_client_understands_our_errors(client):
+    with pytest.raises(openai.BadRequestError, match="max_tokens"):
+        await client.completions.create(model="tiny", prompt="a", max_tokens=0)
+    with pytest.raises(openai.NotFoundError):
+        await client.completions.create(model="other", prompt="a")
+
+
+async def test_an_error_mid_stream_raises_in_the_official_client(world, client):
+    world.decodes["decode-0"].gate.clear()
+    stream = await client.completions.create(model="tiny", prompt="a", max_tokens=9, stream=True)
+    stopping = asyncio.create_task(world.service.stop(limit_s=0))
+    with pytest.raises(openai.APIError):
+        async for _ in stream:
+            pass
+    await stopping
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_closed_connection_frees_everything(world, server, streamed):
+    world.decodes["decode-0"].gate.clear()
+    body = {"model": "tiny", "prompt": "a", "max_tokens": 99, "stream": streamed}
+    async with httpx.AsyncClient(base_url=server.url) as http:
+        request = asyncio.create_task(http.post("/v1/completions", json=body))
+        await world.until(lambda: bool(world.decodes["decode-0"].generating))
+        request.cancel()
+        await asyncio.wait({request})
+    await world.until(world.quiescent)
+
+
+async def test_a_client_that_reads_slowly_holds_bounded_memory(world, server):
+    reader, writer = await asyncio.open_connection(server.host, server.port)
+    body = b'{"model": "tiny", "prompt": "a", "max_tokens": 200, "stream": true}'
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    writer.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+    await writer.drain()
+    assert (await world.complete()).status_code == 200  # nobody else is held up
+    data = await reader.readuntil(b"data: [DONE]")
+    assert data.startswith(b"HTTP/1.1 200")
+    writer.close()
+
+
+async def test_a_taken_port_is_a_config_error_with_the_way_out(world, server):
+    with pytest.raises(ConfigError, match=rf"router.port {server.port}.*or 0"):
+        await serve(world.service, "127.0.0.1", server.port)
+    with pytest.raises(ConfigError, match=r"router.host no\.such\.host\.invalid"):
+        bind("no.such.host.invalid", 0)
+
+
+async def test_stopping_closes_the_port_after_running_streams(world):
+    server = await serve(world.service, "127.0.0.1", 0)
+    world.decodes["decode-0"].gate.clear()
+    async with httpx.AsyncClient(base_url=server.url) as http:
+        body = {"model": "tiny", "prompt": "the cat", "max_tokens": 8}
+        running = asyncio.create_task(http.post("/v1/completions", json=body))
+        await world.until(lambda: bool(world.decodes["decode-0"].generating))
+        stopping = asyncio.create_task(server.stop())
+        await world.until(lambda: not world.service.ready)
+        assert (await http.get("/ready")).status_code == 503
+        world.decodes["decode-0"].gate.set()
+        assert (await running).json()["choices"][0]["text"] == world.expected()
+        await stopping
+    with socket.socket() as probe, pytest.raises(ConnectionRefusedError):
+        probe.connect(("127.0.0.1", server.port))
+
+
+async def test_binding_to_the_network_without_keys_warns(world, caplog):
+    server = await serve(world.service, "0.0.0.0", 0)
+    await server.stop(limit_s=0)
+    assert "api_keys_file" in caplog.text

@@ -1,0 +1,151 @@
+"""Everything around the answers: ids, keys, models, tokenizer, metrics, operators' endpoints."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from sluice.engine.protocol import ConfigError
+
+
+def samples(text: str) -> dict[tuple, float]:
+    families = text_string_to_metric_families(text)
+    return {
+        (sample.name, *sorted(sample.labels.items())): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+async def test_request_ids_are_echoed_and_unique_inside(world):
+    headers = {"x-request-id": "mine-1"}
+    answers = [await world.http.get("/health", headers=headers)]
+    body = {"model": "tiny", "prompt": "a", "max_tokens": 2}
+    for _ in range(2):
+        answers.append(await world.http.post("/v1/completions", json=body, headers=headers))
+    assert {answer.headers["x-request-id"] for answer in answers} == {"mine-1"}
+    assert answers[1].json()["id"] != answers[2].json()["id"]
+    odd = await world.http.get("/health", headers={"x-request-id": "no spaces please"})
+    assert odd.headers["x-request-id"] != "no spaces please"
+
+
+async def test_keys_open_everything_but_probes(make_world, tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("# ours\nfirst\nsecond\n")
+    world = await make_world(router={"api_keys_file": str(keys)})
+    for path in ("/health", "/metrics"):
+        assert (await world.http.get(path)).status_code == 200
+    for given in ("", "Bearer third", "Basic second", "Bearer "):
+        answer = await world.http.get("/v1/models", headers={"authorization": given})
+        assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+        assert answer.headers["x-request-id"]
+    good = await world.http.get("/v1/models", headers={"authorization": "Bearer second"})
+    assert good.status_code == 200
+
+
+def test_key_files_that_cannot_work_are_refused(checkpoint, tmp_path):
+    from sluice.engine.config import parse_config
+    from sluice.router.service import RouterService
+
+    (tmp_path / "empty").write_text("# none\n")
+    for name in ("empty", "missing"):
+        model, keys = {"path": str(checkpoint)}, {"api_keys_file": str(tmp_path / name)}
+        with pytest.raises(ConfigError, match="api_keys_file"):
+            RouterService(parse_config({"model": model, "router": keys}), None)
+
+
+async def test_models_tokenize_and_detokenize(world):
+    models = (await world.http.get("/v1/models")).json()["data"]
+    assert models[0]["id"] == "tiny" and models[0]["max_model_len"] == 256
+    assert (await world.http.get("/v1/models/tiny")).json() == models[0]
+    tokens = (await world.http.post("/tokenize", json={"prompt": "the ☕"})).json()
+    assert tokens["tokens"] == list(world.ids("the ☕")) and tokens["count"] == len(
+        tokens["tokens"]
+    )
+    messages = [{"role": "user", "content": "hi"}]
+    chat = (await world.http.post("/tokenize", json={"messages": messages})).json()
+    body = {"tokens": chat["tokens"]}
+    text = (await world.http.post("/detokenize", json=body)).json()["prompt"]
+    assert text == "<bos><user>hi<assistant>"
+    assert (await world.http.post("/tokenize", json={})).status_code == 400
+    assert (await world.http.post("/detokenize", json={"tokens": [9999]})).status_code == 400
+
+
+async def test_metrics_count_requests_and_carry_the_nodes_own(world):
+    await world.complete(max_tokens=5)
+    found = samples((await world.http.get("/metrics")).text)
+    assert found[("sluice:generation_tokens_total",)] == 5
+    assert found[("sluice:prompt_tokens_total",)] == len(world.ids("the cat"))
+    assert found[("sluice:request_success_total", ("finished_reason", "length"))] == 1
+    for name in ("time_to_first_token", "time_per_output_token", "e2e_request_latency"):
+        assert found[(f"sluice:{name}_seconds_count",)] == 1
+    node = (("node", "decode-0"), ("pool", "pages"), ("role", "decode"))
+    assert found[("sluice:transfer_bytes_total", *node)] == 7
+    assert found[("sluice:pool_pages", *node, ("state", "free"))] == 64
+    assert found[("sluice:num_requests_running", *node[:1], *node[2:])] == 0
+    assert found[("sluice:num_requests_waiting", ("node", "router"), ("role", "router"))] == 0
+
+
+async def test_metric_families_of_several_nodes_are_one_family(world):
+    world.add_decode("decode-1")
+    text = (await world.http.get("/metrics")).text
+    assert text.count("# TYPE sluice:transfer_bytes_total counter") == 1
+    assert text.count("sluice:transfer_bytes_total{") == 3
+
+
+async def test_admin_status_has_the_contracted_shape(world):
+    status = (await world.http.get("/admin/status")).json()
+    assert status["targets"] == {"prefill": 1, "decode": 1}
+    decode = next(node for node in status["nodes"] if node["id"] == "decode-0")
+    assert decode["role"] == "decode" and decode["state"] == "ready" and decode["host"] == "here"
+    assert decode["running"] == 0 and decode["waiting"] == 0
+    assert decode["pools"]["pages"] == {"free": 64, "used": 0, "cached": 0}
+
+
+async def test_admin_scale_and_drain(world):
+    scaled = await world.http.post("/admin/scale", json={"role": "prefill", "replicas": 3})
+    assert scaled.json()["targets"] == {"prefill": 3, "decode": 1}
+    for body in ({"role": "both", "replicas": 1}, {"role": "decode", "replicas": 9},
+                 {"role": "decode", "replicas": -1}, {"role": "decode"}):  # fmt: skip
+        assert (await world.http.post("/admin/scale", json=body)).status_code == 400
+    assert (await world.http.post("/admin/drain", json={"node": "x"})).status_code == 400
+    assert (await world.http.post("/admin/drain", json={"node": "decode-0"})).status_code == 200
+    assert (await world.complete()).status_code == 503
+
+
+async def test_logs_follow_a_request_by_id_without_its_text(world, caplog):
+    caplog.set_level(logging.INFO, logger="sluice")
+    await world.http.post(
+        "/v1/completions",
+        json={"model": "tiny", "prompt": "secret words", "max_tokens": 3},
+        headers={"x-request-id": "trace-me"},
+    )
+    lines = [line for line in caplog.messages if "request_id=trace-me" in line]
+    names = [line.split()[0] for line in lines]
+    assert names == ["event=arrived", "event=dispatched", "event=first_token", "event=finished"]
+    assert "secret" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("config.json", None),
+        ("config.json", "{"),
+        ("config.json", '{"vocab_size": "many"}'),
+        ("tokenizer.json", None),
+        ("tokenizer.json", "{}"),
+        ("tokenizer_config.json", '{"chat_template": "{% if %}"}'),
+    ],
+)
+def test_broken_checkpoints_are_config_errors(checkpoint_writer, tmp_path, file, content):
+    from sluice.engine.config import parse_config
+    from sluice.router.service import RouterService
+
+    folder = checkpoint_writer(tmp_path / "broken")
+    (folder / file).unlink()
+    if content is not None:
+        (folder / file).write_text(content)
+    with pytest.raises(ConfigError, match=r"checkpoint|template"):
+        RouterService(parse_config({"model": {"path": str(folder)}}), None)

@@ -1,0 +1,222 @@
+"""What a fault costs: a refused peer, a failed grant, never a late write and never a hang."""
+
+import dataclasses
+import time
+
+import pytest
+import torch
+
+from sluice.cache.spec import Window
+from sluice.engine.protocol import IncompatiblePeers, PageGrant, Role, TransferFailed
+from sluice.transfer.local_transport import LocalTransport
+
+
+class SlowTransport(LocalTransport):
+    """Completes nothing until told how: True, or an error."""
+
+    outcome = False
+
+    def poll(self, handle):
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return self.outcome
+
+
+class FailingTransport(LocalTransport):
+    """Its next post fails, once."""
+
+    fails = True
+
+    def post(self, peer, runs, notification):
+        if self.fails:
+            self.fails = False
+            raise TransferFailed("the wire is cut")
+        return super().post(peer, runs, notification)
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self):
+        return self.now_s
+
+
+def changed_info(side, **changes):
+    return dataclasses.replace(side.info, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "shown"),
+    [
+        ({"protocol_version": 99}, "protocol_version: .* has 1, .* has 99"),
+        ({"fingerprint": "other"}, "fingerprint: .* has toy, .* has other"),
+        ({"agent": b"elsewhere"}, "transfer.backend"),
+    ],
+)
+def test_a_peer_that_cannot_work_is_refused_by_field(toy, changes, shown):
+    source, target = toy.local(Role.PREFILL), toy.local(Role.DECODE)
+    with pytest.raises(IncompatiblePeers, match=shown):
+        source.end.connect(source.info, changed_info(target, **changes))
+
+
+def test_a_pool_of_other_meaning_is_refused_and_a_good_pair_goes_on(toy):
+    source, target = toy.pair()
+    changed = [
+        dataclasses.replace(s, retention=Window(9)) if s.name == "window" else s for s in toy.SPECS
+    ]
+    other = toy.local(Role.DECODE, tuple(changed))
+    with pytest.raises(IncompatiblePeers, match="pool window: retention is Window.size=7.*size=9"):
+        source.end.connect(source.info, other.info)
+    grant = target.grant(20)
+    target.end.expect(grant)
+    toy.deliver(source, grant, [20])
+    assert target.end.poll()[-1].first_token == 42
+
+
+def test_a_restarted_decode_node_works_without_restarting_prefill(toy):
+    source, old = toy.pair()
+    old.transport.close()
+    new = toy.local(Role.DECODE, seed=3, node_id=old.info.node_id)
+    source.end.connect(source.info, new.info)
+    grant = new.grant(20)
+    new.end.expect(grant)
+    toy.deliver(source, grant, [20])
+    assert new.end.poll()[-1].first_token == 42
+
+
+def test_a_grant_of_an_earlier_incarnation_is_refused(toy):
+    source, old = toy.pair()
+    new = toy.local(Role.DECODE, seed=3, node_id=old.info.node_id)
+    source.end.connect(source.info, new.info)
+    with pytest.raises(TransferFailed, match="incarnation"):
+        source.end.open(old.grant(20))
+
+
+def test_a_grant_of_an_unknown_node_is_refused(toy):
+    source = toy.local(Role.PREFILL)
+    with pytest.raises(TransferFailed, match="is not connected"):
+        source.end.open(toy.local(Role.DECODE).grant(20))
+
+
+def test_nothing_is_written_after_the_lease(toy):
+    clock = Clock()
+    source, target = toy.pair(clock=clock)
+    grant, before = target.grant(40, lease_s=5.0), target.bytes()
+    runs = source.page_runs(40)
+    source.end.open(grant)
+    clock.now_s = 5.0
+    with pytest.raises(TransferFailed, match="lease of 5.0 s ended"):
+        source.end.send(grant, runs, 0, 16)
+    with pytest.raises(TransferFailed, match="lease"):
+        source.end.send(grant, runs, 0, 32)
+    assert all(torch.equal(pool.tensor, before[name]) for name, pool in target.pools.items())
+    assert target.end.poll() == [] and source.end.poll() == []  # the caller knows already
+
+
+def test_progress_renews_the_lease_from_when_it_was_posted(toy):
+    clock = Clock()
+    source, target = toy.pair(clock=clock)
+    grant = target.grant(40, lease_s=5.0)
+    runs = source.page_runs(40)
+    source.end.open(grant)
+    clock.now_s = 4.0
+    source.end.send(grant, runs, 0, 16)
+    clock.now_s = 8.0
+    assert [t.seconds for t in source.end.poll()] == [4.0]
+    source.end.send(grant, runs, 16, 32)
+    clock.now_s = 13.5  # the second post was never polled, so it renewed nothing
+    with pytest.raises(TransferFailed, match="lease"):
+        source.end.send(grant, runs, 32, 40, first_token=1)
+
+
+def test_a_write_that_outlasts_the_lease_fails_once_and_stays_in_flight(toy):
+    clock = Clock()
+    source, target = toy.pair(kind=SlowTransport, clock=clock)
+    grant = target.grant(20, lease_s=5.0)
+    toy.deliver(source, grant, [20])
+    assert source.end.poll() == []
+    clock.now_s = 6.0
+    assert [t.grant_id for t in source.end.poll() if t.error] == [grant.grant_id]
+    assert source.end.poll() == [] and source.end.in_flight(grant.grant_id)
+    source.transport.outcome = True
+    source.end.poll()
+    assert not source.end.in_flight(grant.grant_id)
+
+
+def test_a_failed_write_is_reported_once_and_ends_the_grant(toy):
+    source, target = toy.pair(kind=SlowTransport)
+    grant = target.grant(40)
+    runs = source.page_runs(40)
+    source.end.open(grant)
+    source.end.send(grant, runs, 0, 16)
+    source.transport.outcome = TransferFailed("the peer is gone")
+    assert [str(t.error) for t in source.end.poll()] == ["the peer is gone"]
+    assert source.end.poll() == [] and not source.end.in_flight(grant.grant_id)
+    with pytest.raises(TransferFailed, match="the peer is gone"):
+        source.end.send(grant, runs, 16, 32)
+
+
+def test_a_post_that_raises_fails_its_request_at_once_and_no_other(toy):
+    source, target = toy.pair(kind=FailingTransport)
+    first, second = target.grant(20, "first", epoch=1), target.grant(20, "second", epoch=2)
+    target.end.expect(second)
+    started = time.monotonic()
+    with pytest.raises(TransferFailed, match="the wire is cut"):
+        toy.deliver(source, first, [20])
+    assert time.monotonic() - started < 1.0
+    assert not source.end.in_flight("first")
+    toy.deliver(source, second, [20])  # the peer is loaded again on the way
+    assert target.end.poll()[-1].first_token == 42
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_losing_a_peer_fails_what_is_in_flight_to_it(toy, restarted):
+    source, target = toy.pair(kind=SlowTransport)
+    grant = target.grant(20)
+    toy.deliver(source, grant, [20])
+    if restarted:
+        new = toy.local(Role.DECODE, node_id=target.info.node_id)
+        source.end.connect(source.info, new.info)
+    else:
+        source.end.disconnect(target.info.node_id)
+    assert not source.end.in_flight(grant.grant_id)
+    [failed] = source.end.poll()
+    assert isinstance(failed.error, TransferFailed)
+    source.end.close_grant(grant.grant_id)
+
+
+def test_a_run_outside_the_peers_memory_is_refused(toy):
+    source, target = toy.pair()
+    grant = target.grant(20)
+    pages = {t: type(r)(r.first, tuple(10_000 for _ in r.pages)) for t, r in grant.pages.items()}
+    with pytest.raises(TransferFailed, match="pages that do not exist"):
+        toy.deliver(source, PageGrant(**{**vars(grant), "pages": pages}), [20])
+
+
+def test_a_peer_that_stays_away_fails_each_request_until_it_is_connected_again(toy):
+    source, target = toy.pair()
+    target.transport.close()
+    for number in range(3):
+        grant = target.grant(20, f"g{number}")
+        with pytest.raises(TransferFailed):
+            toy.deliver(source, grant, [20])
+        source.end.close_grant(grant.grant_id)
+    new = toy.local(Role.DECODE, seed=3, node_id=target.info.node_id)
+    source.end.connect(source.info, new.info)
+    grant = new.grant(20)
+    new.end.expect(grant)
+    toy.deliver(source, grant, [20])
+    assert new.end.poll()[-1].first_token == 42
+
+
+def test_the_lease_is_checked_after_what_takes_time_and_before_the_post(toy):
+    class TickingClock(Clock):
+        def __call__(self):
+            self.now_s += 1.0
+            return self.now_s
+
+    source, target = toy.pair(clock=TickingClock())
+    grant, before = target.grant(20, lease_s=1.5), target.bytes()
+    with pytest.raises(TransferFailed, match="lease"):
+        toy.deliver(source, grant, [20])
+    assert all(torch.equal(pool.tensor, before[name]) for name, pool in target.pools.items())

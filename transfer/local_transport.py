@@ -1,0 +1,101 @@
+"""LocalTransport: the transport between nodes that share a process.
+
+A post copies at once, in the caller's thread, so nothing is ever left in flight. Agents find each
+other by name in a registry of the process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+from collections.abc import Mapping
+
+import torch
+
+from sluice.cache.pools import Pool
+from sluice.engine.protocol import IncompatiblePeers, TransferFailed
+from sluice.transfer.plan import ByteRuns
+from sluice.transfer.transport import Handle
+
+_PREFIX = b"local:"
+_agents: dict[str, LocalTransport] = {}
+_agents_lock = threading.Lock()
+
+
+class LocalTransport:
+    """See Transport. The inbox is thread-safe: peers deliver from their own threads."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._memory: dict[str, torch.Tensor] = {}  # uint8 [pool bytes]
+        self._peers: set[str] = set()
+        self._inbox: queue.SimpleQueue[tuple[str, bytes]] = queue.SimpleQueue()
+        self._handles = itertools.count(1)
+        with _agents_lock:
+            assert name not in _agents, f"transport {name} exists already in this process"
+            _agents[name] = self
+
+    def register(self, pools: Mapping[str, Pool]) -> None:
+        self._memory = {
+            name: pool.tensor.view(-1).view(torch.uint8) for name, pool in pools.items()
+        }
+
+    def address(self) -> bytes:
+        return _PREFIX + self.name.encode()
+
+    def connect(self, address: bytes) -> str:
+        name = address.removeprefix(_PREFIX).decode(errors="replace")
+        if not address.startswith(_PREFIX) or _find(name) is None:
+            raise IncompatiblePeers(
+                f"transfer.backend: the peer's address {address[:64]!r} is not that of a local "
+                "transport in this process; set the same transfer.backend on both nodes"
+            )
+        self._peers.add(name)
+        return name
+
+    def disconnect(self, peer: str) -> None:
+        self._peers.discard(peer)
+
+    def post(self, peer: str, runs: Mapping[str, ByteRuns], notification: bytes) -> Handle:
+        target = _find(peer) if peer in self._peers else None
+        if target is None:
+            raise TransferFailed(f"peer {peer} is not connected or gone; connect it again")
+        for pool, pool_runs in runs.items():
+            _copy(pool, self._memory[pool], target._memory[pool], pool_runs)
+        target._inbox.put((self.name, notification))
+        return next(self._handles)
+
+    def poll(self, handle: Handle) -> bool:
+        return True
+
+    def abandon(self, handle: Handle) -> None:
+        """Nothing to give up: a post is over when it returns."""
+
+    def notifications(self) -> list[tuple[str, bytes]]:
+        arrived = []
+        while not self._inbox.empty():
+            arrived.append(self._inbox.get())
+        return arrived
+
+    def close(self) -> None:
+        with _agents_lock:
+            _agents.pop(self.name, None)
+        self._peers.clear()
+
+
+def _find(name: str) -> LocalTransport | None:
+    with _agents_lock:
+        return _agents.get(name)
+
+
+def _copy(pool: str, source: torch.Tensor, target: torch.Tensor, runs: ByteRuns) -> None:
+    """Copy runs between two pools' bytes, uint8 [source bytes] and [target bytes]."""
+    offsets = (runs.source_offset.tolist(), runs.target_offset.tolist(), runs.num_bytes.tolist())
+    for here, there, size in zip(*offsets, strict=True):
+        if here + size > len(source) or there + size > len(target):
+            raise TransferFailed(
+                f"pool {pool}: a run of {size} bytes from {here} to {there} leaves the pools of "
+                f"{len(source)} and {len(target)} bytes; the grant lists pages that do not exist"
+            )
+        target[there : there + size] = source[here : here + size]

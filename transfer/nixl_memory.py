@@ -1,0 +1,117 @@
+"""What NIXL must know of memory: regions, descriptors, and the address that peers exchange."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sluice.engine.protocol import IncompatiblePeers, TransferFailed
+from sluice.transfer.plan import ByteRuns, Integers
+
+Descriptors = npt.NDArray[np.uint64]  # [num_runs, 3]: address, bytes, device
+
+
+@dataclass(frozen=True)
+class Region:
+    """Registered memory: address of its first byte, bytes, NIXL's kind (DRAM, VRAM), device."""
+
+    base: int
+    num_bytes: int
+    kind: str
+    device: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Region:
+        kind, device = ("VRAM", tensor.get_device()) if tensor.is_cuda else ("DRAM", 0)
+        return cls(tensor.data_ptr(), tensor.numel() * tensor.element_size(), kind, device)
+
+    def descriptors(self, offsets: Integers, num_bytes: Integers) -> Descriptors:
+        """[num_runs, 3] for runs at byte offsets of the region. Raises TransferFailed outside."""
+        if offsets.min() < 0 or (end := int((offsets + num_bytes).max())) > self.num_bytes:
+            raise TransferFailed(
+                f"a run ends at byte {end} of a pool of {self.num_bytes} bytes; "
+                "the grant lists pages that do not exist"
+            )
+        rows = np.empty((len(offsets), 3), dtype=np.uint64)
+        rows[:, 0] = offsets + self.base
+        rows[:, 1] = num_bytes
+        rows[:, 2] = self.device
+        return rows
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Runs between one kind of memory here and one there: a NIXL list has a single kind."""
+
+    source_kind: str
+    source: Descriptors
+    target_kind: str
+    target: Descriptors
+
+
+def batches(
+    runs: Mapping[str, ByteRuns], source: Mapping[str, Region], target: Mapping[str, Region]
+) -> list[Batch]:
+    """The runs of all pools as few lists of descriptors as their memory kinds allow: mostly one.
+
+    Raises TransferFailed if a run leaves its pool.
+    """
+    pairs = defaultdict(list)
+    for pool, pool_runs in runs.items():
+        if len(pool_runs):
+            here, there, size = source[pool], target[pool], pool_runs.num_bytes
+            pair = (
+                here.descriptors(pool_runs.source_offset, size),
+                there.descriptors(pool_runs.target_offset, size),
+            )
+            pairs[here.kind, there.kind].append(pair)
+    return [
+        Batch(
+            here, np.concatenate([s for s, _ in both]), there, np.concatenate([t for _, t in both])
+        )
+        for (here, there), both in pairs.items()
+    ]
+
+
+@dataclass(frozen=True)
+class Address:
+    """How to reach an agent: its backend, NIXL's metadata, and where its regions lie."""
+
+    name: str
+    backend: str
+    metadata: bytes
+    regions: Mapping[str, Region]
+
+    def encode(self) -> bytes:
+        fields = {
+            "name": self.name,
+            "backend": self.backend,
+            "metadata": base64.b64encode(self.metadata).decode(),
+            "regions": {name: astuple(region) for name, region in self.regions.items()},
+        }
+        return json.dumps(fields).encode()
+
+    @classmethod
+    def decode(cls, address: bytes) -> Address:
+        """Raises IncompatiblePeers for what is no address of a NIXL transport."""
+        try:
+            fields = json.loads(address)
+            return cls(
+                name=fields["name"],
+                backend=fields["backend"],
+                metadata=base64.b64decode(fields["metadata"]),
+                regions={name: Region(*values) for name, values in fields["regions"].items()},
+            )
+        except (ValueError, KeyError, TypeError, AttributeError, binascii.Error) as error:
+            raise IncompatiblePeers(
+                f"transfer.backend: the peer's address {address[:64]!r} is not that of a NIXL "
+                "transport; set the same transfer.backend on both nodes"
+            ) from error

@@ -1,0 +1,132 @@
+"""Outgoing: one grant while its pages are being written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from sluice.cache.spec import PoolSpec
+from sluice.engine.protocol import PageGrant, TransferFailed
+from sluice.transfer.peers import Peer
+from sluice.transfer.plan import (
+    ByteRuns,
+    PoolTraffic,
+    rows_to_send,
+    touched_pages,
+    traffic_of,
+)
+from sluice.transfer.transport import Handle, Transport
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A post that has completed, or the failure of its grant, which comes once.
+
+    seconds: from posting to completion. pools: what moved, by pool; both empty for a failure.
+    """
+
+    grant_id: str
+    seconds: float = 0.0
+    pools: Mapping[str, PoolTraffic] = field(default_factory=dict)
+    error: TransferFailed | None = None
+
+
+@dataclass(frozen=True)
+class Post:
+    """One chunk's write. `posted_at` is in seconds of the sender's clock."""
+
+    handle: Handle
+    peer: Peer
+    posted_at: float
+    pools: Mapping[str, PoolTraffic]
+
+
+class Outgoing:
+    """What is posted for a grant, in flight for it, and until when anything may be.
+
+    `error` is the first failure and final. `sent_tokens`: all rows that are complete at this
+    length have been posted.
+    """
+
+    def __init__(self, grant: PageGrant, opened_at: float) -> None:
+        self.grant = grant
+        self.deadline = opened_at + grant.lease_s
+        self.sent_tokens = 0
+        self.num_posts = 0
+        self.in_flight: list[Post] = []
+        self.error: TransferFailed | None = None
+        self._reported = False
+        self._last_page: dict[str, int] = {}  # by pool, the last page that was counted
+
+    def check(self, now: float) -> None:
+        """Raise TransferFailed unless the grant may still be written to."""
+        if self.error is None and now >= self.deadline:
+            self.fail(
+                TransferFailed(
+                    f"grant {self.grant.grant_id}: its lease of {self.grant.lease_s} s ended "
+                    f"{now - self.deadline:.3f} s ago and nothing more may be written to it; "
+                    "reserve again"
+                )
+            )
+        if self.error is not None:
+            self._reported = True
+            raise self.error
+
+    def fail(self, error: TransferFailed) -> None:
+        self.error = self.error or error
+
+    def rows(self, spec: PoolSpec, end: int) -> range:
+        """Rows of a pool to post once `end` tokens are computed."""
+        return rows_to_send(
+            spec,
+            start=self.sent_tokens,
+            end=end,
+            num_tokens=self.grant.num_tokens,
+            skip_tokens=self.grant.skip_tokens,
+        )
+
+    def posted(self, post: Post) -> None:
+        self.in_flight.append(post)
+        self.num_posts += 1
+
+    def count(self, target: PoolSpec, rows: range, runs: ByteRuns) -> PoolTraffic:
+        """What a post moves of one pool; a page that an earlier post began counts once."""
+        pages = touched_pages(target, rows)
+        again = self._last_page.get(target.name) == pages.start
+        self._last_page[target.name] = pages[-1]
+        return traffic_of(runs, len(pages) - again)
+
+    def settle(self, transport: Transport, now: float) -> Iterator[Transfer]:
+        """Posts that are over, then the grant's failure if it has not been reported yet."""
+        still = []
+        for post in self.in_flight:
+            try:
+                if transport.poll(post.handle):
+                    # Decode heard of it no earlier than it was posted: its lease ends later.
+                    self.deadline = max(self.deadline, post.posted_at + self.grant.lease_s)
+                    yield Transfer(self.grant.grant_id, now - post.posted_at, post.pools)
+                else:
+                    still.append(post)
+            except TransferFailed as error:
+                post.peer.broken = True
+                self.fail(error)
+        self.in_flight = still
+        if self.error is None and still and now >= self.deadline:
+            self.fail(
+                TransferFailed(
+                    f"grant {self.grant.grant_id}: a write to {self.grant.node_id} has not ended "
+                    f"within the lease of {self.grant.lease_s} s; is the node frozen?"
+                )
+            )
+        if self.error is not None and not self._reported:
+            self._reported = True
+            yield Transfer(self.grant.grant_id, error=self.error)
+
+    def give_up(self, transport: Transport, reason: str) -> None:
+        """Abandon what is in flight; the failure is reported by the next `settle`."""
+        for post in self.in_flight:
+            transport.abandon(post.handle)
+        self.in_flight = []
+        self.fail(
+            TransferFailed(f"grant {self.grant.grant_id}: {reason}; prefill it for another node")
+        )

@@ -1,0 +1,185 @@
+"""From two pools' layouts, pages and a range of rows to the byte runs that move them.
+
+Pure arithmetic on numpy: no tensor, no transport. Rows are absolute (token // tokens_per_row), so
+that source and target need not agree on page size, on which pages are cached, or on where the
+request's pages begin.
+
+    rows           |  a . . . . . . . . . . . . . . . b  |
+    source pages   |-------|-------|-------|-------|         rows are cut at the page borders of
+    target pages   |---------------|---------------|         both sides; each piece is one run a
+    pieces            |----|-------|-------|----|            layer, and touching runs are merged
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from sluice.cache.pools import NULL_PAGE
+from sluice.cache.spec import Full, PoolSpec
+from sluice.engine.protocol import IncompatiblePeers, PageRun, TransferFailed
+
+Integers = npt.NDArray[np.int64]
+
+# What two roles may choose differently: the rest of a spec is the meaning of a row.
+MUST_AGREE = ("layers", "row_shape", "dtype", "tokens_per_row", "retention")
+
+
+@dataclass(frozen=True)
+class ByteRuns:
+    """Contiguous copies between two pools; offsets are bytes from each pool's first byte.
+
+    All three arrays are int64 [num_runs], ordered by source_offset; runs do not overlap.
+    """
+
+    source_offset: Integers
+    target_offset: Integers
+    num_bytes: Integers
+
+    def __len__(self) -> int:
+        return len(self.num_bytes)
+
+    @property
+    def total_bytes(self) -> int:
+        return int(self.num_bytes.sum())
+
+
+@dataclass(frozen=True)
+class PoolTraffic:
+    """What moved of one pool: pages of the target touched for the first time, bytes, runs."""
+
+    pages: int
+    bytes: int
+    descriptors: int
+
+
+def check_mapping(source: Sequence[PoolSpec], target: Sequence[PoolSpec]) -> None:
+    """Raise IncompatiblePeers unless every pool of one side has its like on the other.
+
+    Pools are paired by name, in any order. Page sizes and devices may differ.
+    """
+    sources, targets = _by_name(source, "source"), _by_name(target, "target")
+    for name in sources.keys() ^ targets.keys():
+        side = "target" if name in sources else "source"
+        raise IncompatiblePeers(
+            f"pool {name}: the {side} has no such pool, its pools are "
+            f"{', '.join(targets if name in sources else sources)}; "
+            "start both nodes with the same model and cache_path"
+        )
+    for name, ours in sources.items():
+        for field in MUST_AGREE:
+            here, there = getattr(ours, field), getattr(targets[name], field)
+            if here != there:
+                raise IncompatiblePeers(
+                    f"pool {name}: {field} is {here} at the source and {there} at the target, "
+                    "expected equal; start both nodes with the same model and the same pool dtypes"
+                )
+
+
+def rows_to_receive(spec: PoolSpec, num_tokens: int, skip_tokens: int = 0) -> range:
+    """All rows a target needs of a request of `num_tokens` computed tokens.
+
+    skip_tokens: the target holds every row that was complete at that length.
+    """
+    live = spec.live_rows(num_tokens)
+    first = max(live.start, skip_tokens // spec.tokens_per_row)
+    return range(first, max(first, live.stop))
+
+
+def rows_to_send(
+    spec: PoolSpec, *, start: int, end: int, num_tokens: int, skip_tokens: int = 0
+) -> range:
+    """Rows to send once tokens [start, end) are computed, of a request of `num_tokens` tokens.
+
+    A Full pool sends the rows that were completed in the chunk. The others send nothing before
+    the last chunk (end == num_tokens), and then only what retention keeps.
+    """
+    wanted = rows_to_receive(spec, num_tokens, skip_tokens)
+    if not isinstance(spec.retention, Full):
+        return wanted if end == num_tokens else range(wanted.start, wanted.start)
+    first = max(start // spec.tokens_per_row, wanted.start)
+    return range(first, max(first, end // spec.tokens_per_row))
+
+
+def byte_runs(
+    source: PoolSpec, source_run: PageRun, target: PoolSpec, target_run: PageRun, rows: range
+) -> ByteRuns:
+    """The fewest contiguous copies that move `rows` of all layers from one pool to the other.
+
+    The specs must have passed `check_mapping`. Raises TransferFailed if a row lies in a page that
+    a run does not list: nothing outside the listed pages is ever read or written.
+    """
+    edges = _page_borders(rows, (source.rows_per_page, target.rows_per_page))
+    starts, num_rows = edges[:-1], np.diff(edges)
+    return _merged(
+        source_offset=_offsets(source, source_run, starts, "source").ravel(),
+        target_offset=_offsets(target, target_run, starts, "target").ravel(),
+        num_bytes=np.repeat(num_rows * source.row_bytes, len(source.layers)),
+    )
+
+
+def touched_pages(spec: PoolSpec, rows: range) -> range:
+    """Logical pages in which `rows` lie."""
+    if not rows:
+        return range(0)
+    return range(rows.start // spec.rows_per_page, (rows.stop - 1) // spec.rows_per_page + 1)
+
+
+def traffic_of(runs: ByteRuns, num_pages: int) -> PoolTraffic:
+    return PoolTraffic(pages=num_pages, bytes=runs.total_bytes, descriptors=len(runs))
+
+
+def _by_name(specs: Sequence[PoolSpec], side: str) -> Mapping[str, PoolSpec]:
+    by_name = {spec.name: spec for spec in specs}
+    if len(by_name) != len(specs):
+        names = [spec.name for spec in specs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise IncompatiblePeers(
+            f"pool {twice}: the {side} declares it more than once; give each pool its own name"
+        )
+    return by_name
+
+
+def _page_borders(rows: range, page_sizes: Sequence[int]) -> Integers:
+    """`rows.start`, every page border inside `rows`, and `rows.stop`; int64, ascending."""
+    if not rows:
+        return np.zeros(1, dtype=np.int64)
+    inner = [np.arange((rows.start // size + 1) * size, rows.stop, size) for size in page_sizes]
+    return np.unique(np.concatenate([[rows.start, rows.stop], *inner])).astype(np.int64)
+
+
+def _offsets(spec: PoolSpec, run: PageRun, rows: Integers, side: str) -> Integers:
+    """Byte offset of each row in each layer, [num_rows, num_layers]."""
+    index = rows // spec.rows_per_page - run.first
+    pages = np.asarray(run.pages, dtype=np.int64)
+    if len(index) and (index.min() < 0 or index.max() >= len(pages)):
+        raise TransferFailed(
+            f"pool {spec.name}: rows {rows.min()} to {rows.max()} are outside the {side}'s logical "
+            f"pages [{run.first}, {run.first + len(pages)}); the {side} holds too few pages"
+        )
+    physical = pages[index]
+    if (physical <= NULL_PAGE).any():
+        raise TransferFailed(
+            f"pool {spec.name}: the {side} lists page {physical.min()}, expected pages above "
+            f"{NULL_PAGE}, the null page, which no request holds"
+        )
+    first_layer = physical * spec.page_bytes + rows % spec.rows_per_page * spec.row_bytes
+    layers = np.arange(len(spec.layers), dtype=np.int64) * spec.rows_per_page * spec.row_bytes
+    return first_layer[:, None] + layers
+
+
+def _merged(source_offset: Integers, target_offset: Integers, num_bytes: Integers) -> ByteRuns:
+    """Join runs that touch on both sides.
+
+    Ordered by source offset, two runs that touch on both sides stand next to each other, whatever
+    the order of pages; so one pass finds all.
+    """
+    order = np.argsort(source_offset)
+    source, target, size = source_offset[order], target_offset[order], num_bytes[order]
+    apart = (source[1:] != source[:-1] + size[:-1]) | (target[1:] != target[:-1] + size[:-1])
+    heads = np.flatnonzero(np.concatenate([np.ones(min(1, len(size)), dtype=bool), apart]))
+    joined = np.add.reduceat(size, heads) if len(size) else size
+    return ByteRuns(source[heads], target[heads], joined)

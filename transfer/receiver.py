@@ -1,0 +1,139 @@
+"""Receiver: learns from notifications which granted rows have landed.
+
+The life of a grant here:
+
+1. `expect` before anyone may write to it.
+2. `poll` reports every chunk that landed. With the last missing one, and every pool's rows
+   counted, the arrival carries the first output token: only now may the rows be read.
+3. `forget` when its pages may be reused; before that `retire`, if a write may still be under way.
+
+A wrong epoch, an unknown grant, a second sender or bytes that are no notification never complete
+a grant: they are dropped and counted in `dropped`. Wrong rows or a wrong checksum fail it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from sluice.cache.pools import Pool
+from sluice.engine.protocol import PageGrant
+from sluice.transfer.checksum import checksum
+from sluice.transfer.incoming import Incoming, bytes_of
+from sluice.transfer.notification import Malformed, Notification
+from sluice.transfer.plan import rows_to_receive, touched_pages
+from sluice.transfer.transport import Transport
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A chunk of a grant has landed, which is progress, or the grant has failed for good.
+
+    first_token: set once nothing is missing. num_bytes: what landed, by pool. retired: somebody
+    still writes to a grant that was given up, so its pages are not safe to reuse for a lease.
+    """
+
+    grant_id: str
+    first_token: int | None = None
+    error: str | None = None
+    num_bytes: Mapping[str, int] = field(default_factory=dict)
+    retired: bool = False
+
+
+class Receiver:
+    """The decode side of transfers. Belongs to the node's loop thread.
+
+    `dropped` counts notifications that were ignored, by reason; `failed` the grants that failed.
+    """
+
+    def __init__(self, transport: Transport, pools: Mapping[str, Pool]) -> None:
+        """Registers the pools at the transport; they stay registered until `close`."""
+        transport.register(pools)
+        self.dropped: Counter[str] = Counter()
+        self.failed = 0
+        self._transport = transport
+        self._pools = dict(pools)
+        self._specs = {name: pool.spec for name, pool in pools.items()}
+        self._incoming: dict[str, Incoming] = {}
+
+    def expect(self, grant: PageGrant) -> None:
+        """Take notifications for the grant from now on."""
+        assert grant.grant_id not in self._incoming, f"grant {grant.grant_id} is expected already"
+        for spec in self._specs.values():
+            needed = touched_pages(spec, rows_to_receive(spec, grant.num_tokens, grant.skip_tokens))
+            run = grant.pages[spec.table]
+            held = range(run.first, run.first + len(run.pages))
+            assert not needed or (needed.start in held and needed[-1] in held), (
+                f"pool {spec.name}: grant {grant.grant_id} holds logical pages {held}, "
+                f"its rows need {needed}"
+            )
+        self._incoming[grant.grant_id] = Incoming(grant, self._specs.values())
+
+    def retire(self, grant_id: str) -> None:
+        """Never complete the grant, but go on reporting writes to it. Unknown ids are ignored."""
+        if (incoming := self._incoming.get(grant_id)) is not None:
+            incoming.open = False
+
+    def forget(self, grant_id: str) -> None:
+        """Ignore the grant from now on. Unknown ids are ignored."""
+        self._incoming.pop(grant_id, None)
+
+    def poll(self) -> list[Arrival]:
+        """What has landed since the last call."""
+        arrivals = [self._take(sender, data) for sender, data in self._transport.notifications()]
+        return [arrival for arrival in arrivals if arrival is not None]
+
+    def close(self) -> None:
+        """Expect nothing any more and close the transport."""
+        self._incoming.clear()
+        self._transport.close()
+
+    def _take(self, sender: str, message: bytes) -> Arrival | None:
+        """Count a notification, or drop it: then None."""
+        try:
+            note = Notification.decode(message)
+        except Malformed as error:
+            self._drop(sender, "malformed", str(error))
+            return None
+        incoming = self._incoming.get(note.grant_id)
+        reason = incoming.refuses(sender, note) if incoming else "unknown_grant"
+        if incoming is None or reason is not None:
+            self._drop(sender, str(reason), f"grant_id={note.grant_id}")
+            return None
+        return self._count(incoming, sender, note)
+
+    def _count(self, incoming: Incoming, sender: str, note: Notification) -> Arrival:
+        if not incoming.open:
+            return Arrival(note.grant_id, retired=True)
+        error = incoming.take(sender, note) or self._verify(incoming.grant, note)
+        if error is not None:
+            incoming.open = False
+            self.failed += 1
+            return Arrival(note.grant_id, error=error)
+        num_bytes = bytes_of(note.rows, self._specs)
+        if not incoming.all_chunks_here:
+            return Arrival(note.grant_id, num_bytes=num_bytes)
+        del self._incoming[note.grant_id]
+        return Arrival(note.grant_id, first_token=incoming.first_token, num_bytes=num_bytes)
+
+    def _verify(self, grant: PageGrant, note: Notification) -> str | None:
+        """Which pool's landed rows are not the bytes that were sent, if checksums came along."""
+        for name, expected in note.checksums.items():
+            if name not in note.rows:
+                return f"pool {name}: a checksum came without rows"
+            pool = self._pools[name]
+            found = checksum(pool, grant.pages[pool.spec.table], note.rows[name])
+            if found != expected:
+                return (
+                    f"pool {name}: checksum of {note.rows[name]} is {found} here, was {expected} "
+                    "at the sender; the bytes were damaged on the way"
+                )
+        return None
+
+    def _drop(self, sender: str, reason: str, detail: str) -> None:
+        self.dropped[reason] += 1
+        log.warning("event=notification_dropped reason=%s peer=%s %s", reason, sender, detail)

@@ -1,0 +1,99 @@
+"""Transport: how byte runs and notifications get from one node's pools into another's.
+
+The life of a transport: `register` the pools once, hand out `address`, `connect` to peers, then
+`post` and `poll`; `notifications` on the other side; `close`.
+
+A transport belongs to one thread, the node's loop: no method but the constructor, `register` and
+`address` may be called from another, and those only before the loop starts.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from typing import Protocol
+
+from sluice.cache.pools import Pool
+from sluice.engine.protocol import ConfigError
+from sluice.transfer.plan import ByteRuns
+
+Handle = int  # names a posted transfer at the transport that returned it
+
+
+class Transport(Protocol):
+    """One agent: registered pools here, known peers, writes in flight."""
+
+    name: str
+
+    def register(self, pools: Mapping[str, Pool]) -> None:
+        """Make the pools readable for `post` and writable by peers. Once, before `address`."""
+        ...
+
+    def address(self) -> bytes:
+        """What a peer needs to connect: opaque, also in another process or on another host."""
+        ...
+
+    def connect(self, address: bytes) -> str:
+        """Make a peer's pools writable; returns the peer's id. Raises IncompatiblePeers."""
+        ...
+
+    def disconnect(self, peer: str) -> None:
+        """Forget a peer; unknown ids are ignored. Abandon what is in flight to it first."""
+        ...
+
+    def post(self, peer: str, runs: Mapping[str, ByteRuns], notification: bytes) -> Handle:
+        """Start writing runs of pools, by name; the notification arrives after all bytes have.
+
+        Does not wait. Source pages must stay as they are until `poll` says so. Raises
+        TransferFailed at once if it cannot start; then nothing is in flight.
+        """
+        ...
+
+    def poll(self, handle: Handle) -> bool:
+        """Whether the transfer has completed. Raises TransferFailed if it never will.
+
+        True or an exception ends the handle's life.
+        """
+        ...
+
+    def abandon(self, handle: Handle) -> None:
+        """Give up a transfer whatever its state; its peer must be forgotten next."""
+        ...
+
+    def notifications(self) -> list[tuple[str, bytes]]:
+        """Notifications that came since the last call: (sender's name, bytes)."""
+        ...
+
+    def close(self) -> None:
+        """Give up all transfers, peers and registrations. Closing twice is allowed."""
+        ...
+
+
+class TransportChoice(Protocol):
+    """What of the config chooses a transport: a NIXL backend or "local", and its parameters."""
+
+    @property
+    def backend(self) -> str: ...
+
+    @property
+    def backend_params(self) -> dict[str, str]: ...
+
+
+def make_transport(choice: TransportChoice, node_id: str) -> Transport:
+    """A transport under a name that no earlier life of the node has used.
+
+    Raises ConfigError if the backend is unknown or cannot start here.
+    """
+    name = f"{node_id}.{uuid.uuid4().hex[:12]}"
+    if choice.backend == "local":
+        from sluice.transfer.local_transport import LocalTransport
+
+        return LocalTransport(name)
+    try:  # imported only when used: NIXL runs on Linux only
+        from sluice.transfer.nixl_transport import NixlTransport
+    except ImportError as error:
+        raise ConfigError(
+            f"transfer.backend: {choice.backend} needs NIXL, which cannot be imported here "
+            f"({error}); install nixl, or set backend: local for nodes within one process"
+        ) from error
+    return NixlTransport(name, choice.backend, choice.backend_params)
