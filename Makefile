@@ -28,8 +28,8 @@ lint: install types
 
 # Types are checked on an installed copy: the editable install's import hook is invisible to mypy.
 types: install
-	@rm -rf build/types && $(BIN)/pip install -q --no-deps --no-build-isolation --target build/types .
-	$(BIN)/mypy --config-file pyproject.toml build/types/sluice
+	@rm -rf build && $(BIN)/pip install -q --no-deps --no-build-isolation --target build/types .
+	$(BIN)/mypy --config-file pyproject.toml -p sluice
 
 format: install
 	$(BIN)/ruff check --fix .

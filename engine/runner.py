@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import uuid
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -102,7 +103,7 @@ def role_specs(specs: Sequence[PoolSpec], role: RoleConfig) -> tuple[PoolSpec, .
 
 
 def _laid_out(spec: PoolSpec, role: RoleConfig) -> PoolSpec:
-    changes = {"device": role.device}
+    changes: dict[str, Any] = {"device": role.device}
     if (layout := role.pools.get(spec.name)) is not None:
         changes |= layout.model_dump(exclude_none=True)
     try:
