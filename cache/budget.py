@@ -14,12 +14,14 @@ def plan_pages(
     max_requests: int,
     max_step_tokens: int,
     max_model_len: int,
+    resume_share: float = 0.0,
 ) -> dict[TableSpec, int]:
     """Usable pages of each table, so that all pools together fit into `cache_bytes`.
 
     Tables with bounded retention get what `max_requests` requests can ever hold while a step
     computes `max_step_tokens` tokens, so an admitted request never finds them empty. The rest goes
-    to the Full tables, with the same capacity in tokens for each.
+    to the Full tables, with the same capacity in tokens for each, but for a `resume_share` of it:
+    that gives the bounded tables room for resume points of cached prefixes.
 
     Raises ValueError if the memory does not hold even one page of each Full table.
     """
@@ -28,14 +30,20 @@ def plan_pages(
         page_bytes[spec.table] += spec.page_bytes
     pages: dict[TableSpec, int] = {}
     for table in page_bytes:
-        if table.retention.max_live_tokens is not None:
+        if not table.keeps_all:
             per_request = table.max_pages(1, max_model_len) + 1
             pages[table] = max_requests * per_request + max_step_tokens // table.tokens_per_page
     bounded_bytes = sum((count + 1) * page_bytes[table] for table, count in pages.items())
+    resume_bytes = sum(table.max_pages(1, max_model_len) * page_bytes[table] for table in pages)
 
     full = [table for table in page_bytes if table not in pages]
     null_bytes = sum(page_bytes[table] for table in full)
     left_bytes = cache_bytes - bounded_bytes - null_bytes
+    if resume_bytes and left_bytes > 0:
+        num_resumes = int(left_bytes * resume_share / resume_bytes)
+        left_bytes -= num_resumes * resume_bytes
+        for table in pages:
+            pages[table] += num_resumes * table.max_pages(1, max_model_len)
     bytes_per_token = sum(page_bytes[table] / table.tokens_per_page for table in full)
     max_tokens = int(left_bytes / bytes_per_token) if full else 0
     for table in full:

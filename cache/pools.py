@@ -29,6 +29,10 @@ class Pool:
         """View [num_pages, rows_per_page, *row_shape] of one of the model's layers."""
         return self.tensor[:, self._index[layer]]
 
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy the content of one page to another."""
+        self.tensor[target] = self.tensor[source]
+
     @property
     def num_bytes(self) -> int:
         return self.tensor.numel() * self.tensor.element_size()

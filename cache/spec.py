@@ -71,6 +71,11 @@ class TableSpec:
     tokens_per_page: int
     retention: Retention
 
+    @property
+    def keeps_all(self) -> bool:
+        """Whether pages stay as long as the request lives, so that they grow with it."""
+        return self.retention.max_live_tokens is None
+
     def pages(self, start: int, end: int) -> range:
         """Logical pages a request holds while tokens [start, end) are computed.
 
@@ -85,7 +90,7 @@ class TableSpec:
         A Full table takes them all at once for the request's greatest length, so that it can never
         run dry under an admitted request; the others hold a bounded number and slide.
         """
-        if self.retention.max_live_tokens is None:
+        if self.keeps_all:
             return self.pages(0, max_tokens)
         return self.pages(num_tokens, num_tokens)
 

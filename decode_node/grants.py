@@ -24,6 +24,7 @@ class Stream:
 
     request: Request
     grant: PageGrant
+    cache_salt: str
     router_id: str
     deadline: float  # monotonic seconds; for a pending grant the end of its lease
     running: bool = False

@@ -18,8 +18,10 @@ import time
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import Future
+from typing import Any
 
 from sluice.cache.manager import NoRoom
+from sluice.cache.spec import TableSpec
 from sluice.decode_node.grants import Grants, Stream
 from sluice.decode_node.outbox import Outbox, Sink
 from sluice.engine.config import SluiceConfig
@@ -85,7 +87,7 @@ class DecodeNode:
         self._receiver.close()
 
     def reserve(self, request: GenerateRequest, router_id: str) -> Future[PageGrant]:
-        """Take pages in every pool for the request's greatest length. Raises Refused."""
+        """Take pages in every pool for the prompt and some of the output. Raises Refused."""
         return self._loop.call(lambda: self._reserve(request, router_id))
 
     def release(self, grant_id: str, *, in_flight: bool) -> Future[None]:
@@ -109,26 +111,27 @@ class DecodeNode:
     def _turn(self) -> float:
         self._expire_leases()
         self._take_arrivals()
-        if running := self._grants.running():
-            self._step(running)
+        if ready := self._make_room():
+            self._step(ready)
         self._outbox.flush()
         if self._grants.running():
             return 0.0
         return ARRIVAL_POLL_S if self._grants.pending() else IDLE_WAIT_S
 
     def _reserve(self, request: GenerateRequest, router_id: str) -> PageGrant:
+        manager = self.runner.manager
         self._routers[router_id] = time.monotonic()
         grant_id = f"{request.request_id}.{uuid.uuid4().hex[:8]}"
         state = Request.of(request, grant_id)
         num_tokens = len(state.token_ids)
+        keys = manager.keys_of(state.token_ids, request.cache_salt)
+        history = manager.find_history(keys)
         try:
-            self.runner.manager.grant(
-                grant_id, num_tokens=num_tokens, max_tokens=request.max_total_tokens
+            manager.grant(
+                grant_id, num_tokens=num_tokens, max_tokens=request.admit_tokens, hit=history
             )
         except NoRoom as error:
             raise Refused(f"{self.info.node_id}: {error}; try again or another node") from error
-        tables = self.runner.manager.page_tables(grant_id)
-        live = {table: table.pages(num_tokens, num_tokens) for table in tables}
         grant = PageGrant(
             grant_id=grant_id,
             epoch=next(self._epochs),
@@ -136,16 +139,26 @@ class DecodeNode:
             incarnation=self.info.incarnation,
             request_id=request.request_id,
             num_tokens=num_tokens,
-            pages={
-                table: PageRun(held.first, tuple(held.pages[: len(live[table])]))
-                for table, held in tables.items()
-            },
+            pages=self._pages_to_write(grant_id, num_tokens, history.num_tokens),
             lease_s=self._grants.lease_s,
+            skip_tokens=history.num_tokens,
         )
         deadline = time.monotonic() + self._grants.lease_s
-        self._grants.add(Stream(state, grant, router_id, deadline))
+        self._grants.add(Stream(state, grant, request.cache_salt, router_id, deadline))
         self._receiver.expect(grant)
         return grant
+
+    def _pages_to_write(
+        self, grant_id: str, num_tokens: int, skip_tokens: int
+    ) -> dict[TableSpec, PageRun]:
+        """The pages prefill may write: those live at `num_tokens`, without what is shared."""
+        runs = {}
+        for table, held in self.runner.manager.page_tables(grant_id).items():
+            live = table.pages(num_tokens, num_tokens)
+            shared = skip_tokens // table.tokens_per_page if table.keeps_all else 0
+            first = max(live.start, shared)
+            runs[table] = PageRun(first, tuple(held.slice(range(first, max(first, live.stop)))))
+        return runs
 
     def _release(self, grant_id: str, *, in_flight: bool) -> None:
         stream = self._grants.get(grant_id)
@@ -184,7 +197,7 @@ class DecodeNode:
             self._free(grant_id)
 
     def _void(self, stream: Stream, reason: str) -> None:
-        self._send(stream, TokenChunk(stream.grant.request_id, (), error=reason))
+        self._send(stream, error=reason)
         self.metrics.failed_requests.labels("lease").inc()
         self._release(stream.grant.grant_id, in_flight=True)
 
@@ -205,6 +218,7 @@ class DecodeNode:
             self._void(stream, arrival.error)
         elif arrival.first_token is not None:
             stream.request.num_computed_tokens = stream.grant.num_tokens
+            self._keep_history(stream)
             stream.request.append(arrival.first_token)
             stream.running = True
 
@@ -212,17 +226,12 @@ class DecodeNode:
         """One more token for every running request."""
         started = time.perf_counter()
         chunks = [stream.next_chunk() for stream in streams]
-        for chunk in chunks:
-            self.runner.manager.extend(chunk.request.grant_id, chunk.start, chunk.end)
         try:
             logits = self.runner.step(chunks)
         except Exception as error:
             log.exception("event=step_failed node=%s", self.info.node_id)
             for stream in streams:
-                self._end(
-                    stream,
-                    TokenChunk(stream.grant.request_id, (), error=f"decode step failed: {error}"),
-                )
+                self._end(stream, error=f"decode step failed: {error}")
             return
         requests = [stream.request for stream in streams]
         tokens = sample(
@@ -233,22 +242,52 @@ class DecodeNode:
         for stream, token in zip(streams, tokens, strict=True):
             self._emit(stream, token)
 
+    def _make_room(self) -> list[Stream]:
+        """Pages for the next token of every running request, the oldest first.
+
+        Where they run out the youngest is preempted: it goes on after another prefill. The oldest
+        always goes on, since a request that does not fit by itself is never admitted.
+        """
+        waiting = self._grants.running()
+        ready = []
+        while waiting:
+            stream = waiting[0]
+            chunk = stream.next_chunk()
+            try:
+                self.runner.manager.extend(stream.grant.grant_id, chunk.start, chunk.end)
+            except NoRoom as error:
+                self._preempt(waiting.pop(), error)
+            else:
+                ready.append(waiting.pop(0))
+        return ready
+
+    def _preempt(self, stream: Stream, why: NoRoom) -> None:
+        self.metrics.failed_requests.labels("preempted").inc()
+        self._end(stream, error=f"preempted: {why}", preempted=True)
+
     def _emit(self, stream: Stream, token: int) -> None:
         request = stream.request
         request.num_computed_tokens += 1
         self.runner.manager.expire(request.grant_id, request.num_computed_tokens)
         reason = request.append(token)
-        chunk = TokenChunk(stream.grant.request_id, (token,), reason)
         if reason is None:
-            self._send(stream, chunk)
+            self._send(stream, (token,))
         else:
-            self._end(stream, chunk)
+            self._end(stream, (token,), finish_reason=reason)
 
-    def _end(self, stream: Stream, chunk: TokenChunk) -> None:
-        self._send(stream, chunk)
+    def _end(self, stream: Stream, token_ids: tuple[int, ...] = (), **outcome: Any) -> None:
+        """Send the last chunk, keep the history for later requests, give the pages back."""
+        self._send(stream, token_ids, **outcome)
+        self._keep_history(stream)
         self._release(stream.grant.grant_id, in_flight=False)
 
-    def _send(self, stream: Stream, chunk: TokenChunk) -> None:
+    def _keep_history(self, stream: Stream) -> None:
+        manager, request = self.runner.manager, stream.request
+        keys = manager.keys_of(request.token_ids, stream.cache_salt)
+        manager.cache_history(request.grant_id, keys, request.num_computed_tokens)
+
+    def _send(self, stream: Stream, token_ids: tuple[int, ...] = (), **outcome: Any) -> None:
+        chunk = TokenChunk(stream.grant.request_id, token_ids, **outcome)
         self._outbox.put(stream.router_id, chunk)
 
     def _status(self, router_id: str) -> NodeStatus:

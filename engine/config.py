@@ -15,7 +15,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from sluice.engine.protocol import ConfigError
+from sluice.engine.protocol import ConfigError, Role
 
 
 class Section(BaseModel):
@@ -27,7 +27,7 @@ class Section(BaseModel):
 class ModelConfig(Section):
     path: Path  # checkpoint folder: config.json, *.safetensors, tokenizer.json
     name: str = ""  # name in the API; default: the folder's name
-    cache_path: Literal["hybrid", "native"] = "hybrid"  # which pools the model keeps
+    cache_path: Literal["auto", "hybrid", "native"] = "auto"  # pools; auto: hybrid where there are
     dtype: Literal["float32", "bfloat16"] = "float32"  # weights and activations
     max_model_len: int | None = Field(None, gt=0)  # tokens; default: what the checkpoint allows
 
@@ -53,6 +53,8 @@ class RoleConfig(Section):
     pools: dict[str, PoolConfig] = Field(default_factory=dict)
     max_batch_tokens: int = Field(512, gt=0)  # tokens one step computes (the chunk size)
     max_running_requests: int = Field(16, gt=0)  # requests a node holds pages for
+    prefix_cache: bool = True  # keep pages of finished work for requests that begin the same
+    resume_every_tokens: int = Field(2048, gt=0)  # prefill: where in long prompts work can resume
     num_cpus: int = Field(1, ge=1)  # CPU cores, and torch threads, of one node
     num_gpus: int = Field(0, ge=0)
     tensor_parallel: Literal[1] = 1
@@ -98,6 +100,10 @@ class SluiceConfig(Section):
     router: RouterConfig = RouterConfig()
     transfer: TransferConfig = TransferConfig()
     ray: RayConfig = RayConfig()
+
+    def role(self, role: Role) -> RoleConfig:
+        """The section of one role."""
+        return self.prefill if role is Role.PREFILL else self.decode
 
 
 def load_config(path: Path) -> SluiceConfig:

@@ -14,6 +14,7 @@ the cluster, so that the same router runs over Ray actors or over nodes in its o
     └── NodeError           500  something behind the router failed
         ├── Refused              decode cannot take the request now; another node, or later, may
         ├── TransferFailed       pages did not arrive; the request can be prefilled again
+        ├── Preempted            decode took the pages back; the request can be prefilled again
         └── NodeLost             the node died or stopped answering
 """
 
@@ -27,6 +28,10 @@ from typing import Protocol
 from sluice.cache.spec import PoolSpec, TableSpec
 
 PROTOCOL_VERSION = 1
+
+# Output tokens for which decode takes pages at admission; more come as the output grows, and where
+# they do not, the youngest request is preempted.
+ADMIT_AHEAD_TOKENS = 64
 
 
 class SluiceError(Exception):
@@ -88,6 +93,10 @@ class TransferFailed(NodeError):
     pass
 
 
+class Preempted(NodeError):
+    pass
+
+
 class NodeLost(NodeError):
     pass
 
@@ -138,6 +147,7 @@ class GenerateRequest:
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     emitted_token_ids: tuple[int, ...] = ()
+    cache_salt: str = ""  # requests with different salts never share cached rows
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -148,6 +158,12 @@ class GenerateRequest:
     def max_total_tokens(self) -> int:
         """Longest this request can become, prompt and output together."""
         return len(self.prompt_token_ids) + self.sampling.max_tokens
+
+    @property
+    def admit_tokens(self) -> int:
+        """Tokens for which decode takes pages at admission."""
+        ahead = len(self.prompt_token_ids) + len(self.emitted_token_ids) + ADMIT_AHEAD_TOKENS
+        return min(self.max_total_tokens, ahead)
 
 
 @dataclass(frozen=True)
@@ -164,7 +180,7 @@ class PageGrant:
 
     `epoch` is unique for the node's life: a notification with another epoch is dropped. The lease
     runs from the moment of receipt; prefill must not post a write after it. Prefill computes
-    `num_tokens` tokens; rows that are complete at `skip_tokens` are on decode already.
+    `num_tokens` tokens; Full pools' rows that are complete at `skip_tokens` are on decode already.
     """
 
     grant_id: str
@@ -214,6 +230,7 @@ class TokenChunk:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     error: str | None = None
+    preempted: bool = False  # the node took the pages back: prefill again and go on
 
 
 @dataclass(frozen=True)

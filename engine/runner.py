@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from sluice.cache.budget import plan_pages
-from sluice.cache.manager import CacheManager
+from sluice.cache.manager import CacheManager, PageCopy
 from sluice.cache.pools import allocate_pools
 from sluice.cache.spec import PoolSpec
 from sluice.engine.batch import Chunk, build_inputs
@@ -18,14 +18,27 @@ from sluice.engine.config import RoleConfig, SluiceConfig
 from sluice.engine.protocol import ConfigError, NodeInfo, Role
 from sluice.model.registry import Model, load_model
 
+# Of a prefill node's cache memory that running requests do not need: see benchmarks/trace_replay.py
+RESUME_SHARE = 0.2
+
 
 class Runner:
     """Owns a model, its pools in the role's layout, and the manager of their pages."""
 
     def __init__(
-        self, model: Model, role: RoleConfig, *, max_step_tokens: int, max_model_len: int
+        self,
+        model: Model,
+        role: RoleConfig,
+        *,
+        max_step_tokens: int,
+        max_model_len: int,
+        resumes: bool = True,
     ) -> None:
-        """Allocate the pools. Raises ConfigError if layout or memory cannot work."""
+        """Allocate the pools. Raises ConfigError if layout or memory cannot work.
+
+        resumes: whether computation goes on from cached prefixes here, which takes room for
+        window and state pages; a node that is sent these needs none.
+        """
         self.model = model
         self.max_model_len = max_model_len
         self.device = role.device
@@ -37,16 +50,23 @@ class Runner:
                 max_requests=role.max_running_requests,
                 max_step_tokens=max_step_tokens,
                 max_model_len=max_model_len,
+                resume_share=RESUME_SHARE if resumes and role.prefix_cache else 0.0,
             )
         except ValueError as error:
             raise ConfigError(str(error)) from error
         self.pools = allocate_pools(self.specs, num_pages)
-        self.manager = CacheManager(self.specs, num_pages, role.max_running_requests)
+        self.manager = CacheManager(
+            self.specs,
+            num_pages,
+            role.max_running_requests,
+            identity=model.fingerprint,
+            prefix_cache=role.prefix_cache,
+        )
 
     @classmethod
     def load(cls, config: SluiceConfig, role: Role) -> Runner:
         """Load the checkpoint and allocate the pools of one role. Raises ConfigError."""
-        section = config.prefill if role is Role.PREFILL else config.decode
+        section = config.role(role)
         torch.set_num_threads(section.num_cpus)
         model = load_model(
             config.model.path,
@@ -54,14 +74,26 @@ class Runner:
             dtype=config.model.dtype,
             device=section.device,
         )
+        return cls.around(model, config, role)
+
+    @classmethod
+    def around(cls, model: Model, config: SluiceConfig, role: Role) -> Runner:
+        """Allocate the pools of one role for a loaded model. Raises ConfigError."""
+        section = config.role(role)
         max_model_len = config.model.max_model_len or model.max_model_len
         if max_model_len > model.max_model_len:
             raise ConfigError(
                 f"model.max_model_len is {max_model_len}, expected at most {model.max_model_len}, "
                 "which is what the checkpoint was made for; lower it or leave it out"
             )
-        step = section.max_batch_tokens if role is Role.PREFILL else section.max_running_requests
-        return cls(model, section, max_step_tokens=step, max_model_len=max_model_len)
+        prefills = role is Role.PREFILL
+        return cls(
+            model,
+            section,
+            max_step_tokens=section.max_batch_tokens if prefills else section.max_running_requests,
+            max_model_len=max_model_len,
+            resumes=prefills,
+        )
 
     def describe(
         self, *, node_id: str, role: Role, host: str, agent: bytes, max_batch_tokens: int
@@ -80,6 +112,13 @@ class Runner:
             num_pages=self.manager.num_pages,
             agent=agent,
         )
+
+    def copy_pages(self, copies: Iterable[PageCopy]) -> None:
+        """Carry out copies that the manager asks for, in every pool of their tables."""
+        for copy in copies:
+            for spec in self.specs:
+                if spec.table == copy.table:
+                    self.pools[spec.name].copy_page(copy.source, copy.target)
 
     @torch.inference_mode()
     def step(self, chunks: Sequence[Chunk]) -> torch.Tensor:

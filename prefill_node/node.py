@@ -59,7 +59,11 @@ class PrefillNode:
         self.runner = runner
         self.metrics = NodeMetrics()
         self._sender = Sender(transport, runner.pools, checksum=config.transfer.checksum)
-        self._scheduler = PrefillScheduler(runner.manager, config.prefill.max_batch_tokens)
+        self._scheduler = PrefillScheduler(
+            runner,
+            max_batch_tokens=config.prefill.max_batch_tokens,
+            resume_every_tokens=config.prefill.resume_every_tokens,
+        )
         self._loop = LoopThread(node_id, self._turn)
         self.info: NodeInfo = runner.describe(
             node_id=node_id,
@@ -97,10 +101,12 @@ class PrefillNode:
         could not be computed.
         """
         result: Future[PrefillResult] = promise()
+        keys = self.runner.manager.keys_of(request.token_ids, request.cache_salt)
+        job = Job(Request.of(request, grant.grant_id), grant, result, keys)
 
         def add() -> None:
             self._sender.open(grant)
-            self._scheduler.add(Job(Request.of(request, grant.grant_id), grant, result))
+            self._scheduler.add(job)
 
         self._loop.call(add).add_done_callback(lambda added: pass_failure(added, result))
         return result
@@ -178,7 +184,7 @@ class PrefillNode:
             self._finish_chunk(chunk, logits[row : row + 1])
 
     def _finish_chunk(self, chunk: Chunk, logits: torch.Tensor) -> None:
-        """Post the chunk's pages and expire what the request needs no more.
+        """Post the chunk's pages, then keep or expire what the request needs no more.
 
         logits: [1, vocab] of the chunk's last token.
         """
@@ -189,20 +195,25 @@ class PrefillNode:
         first_token = self._first_token(job, logits) if job.computed else None
         if job.outcome is None or job.outcome.finish_reason is None:
             self._post(job, chunk, first_token)
-        self.runner.manager.expire(request.grant_id, chunk.end)
+        self._scheduler.settle(job)
 
     def _first_token(self, job: Job, logits: torch.Tensor) -> int:
         request = job.request
         [token] = sample(logits, [request.sampling], [request.num_output_tokens])
-        job.outcome = PrefillResult(request.request_id, token, request.append(token))
+        reason = request.append(token)
+        job.outcome = PrefillResult(request.request_id, token, reason, job.num_cached_tokens)
         return token
 
     def _post(self, job: Job, chunk: Chunk, first_token: int | None) -> None:
-        """Write the rows this chunk finished into the grant; a failure ends the job."""
+        """Write the rows this chunk finished into the grant; a failure ends the job.
+
+        The first chunk takes along the rows of the cached prefix.
+        """
+        start = 0 if chunk.start == job.num_cached_tokens else chunk.start
         tables = self.runner.manager.page_tables(job.request.grant_id)
         pages = {table: PageRun(held.first, tuple(held.pages)) for table, held in tables.items()}
         try:
-            self._sender.send(job.grant, pages, chunk.start, chunk.end, first_token=first_token)
+            self._sender.send(job.grant, pages, start, chunk.end, first_token=first_token)
         except TransferFailed as error:
             self._fail(job.request.grant_id, error)
 

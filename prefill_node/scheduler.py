@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from sluice.cache.manager import CacheManager, NoRoom
+from sluice.cache.keys import PrefixKeys
+from sluice.cache.manager import NoRoom
 from sluice.engine.batch import Chunk
 from sluice.engine.protocol import NodeError, PageGrant, PrefillResult
 from sluice.engine.request import Request
+from sluice.engine.runner import Runner
 
 
 @dataclass
@@ -24,8 +26,10 @@ class Job:
     request: Request
     grant: PageGrant
     result: Future[PrefillResult]
+    keys: PrefixKeys
     outcome: PrefillResult | None = None
     error: NodeError | None = None
+    num_cached_tokens: int = 0
     aborts: list[Future[None]] = field(default_factory=list)
 
     @property
@@ -56,9 +60,11 @@ class Job:
 class PrefillScheduler:
     """Jobs in order of arrival: waiting for pages, or running (their pages are held)."""
 
-    def __init__(self, manager: CacheManager, max_batch_tokens: int) -> None:
-        self._manager = manager
+    def __init__(self, runner: Runner, *, max_batch_tokens: int, resume_every_tokens: int) -> None:
+        self._runner = runner
+        self._manager = runner.manager
         self._max_batch_tokens = max_batch_tokens
+        self._resume_every_tokens = resume_every_tokens
         self._waiting: deque[Job] = deque()
         self._running: dict[str, Job] = {}
 
@@ -96,7 +102,7 @@ class PrefillScheduler:
         budget = self._max_batch_tokens
         for job in self._computable():
             start = job.request.num_computed_tokens
-            end = min(job.num_prompt_tokens, start + budget)
+            end = self._chunk_end(start, job.num_prompt_tokens, budget)
             self._manager.extend(job.request.grant_id, start, end)
             chunks.append(Chunk(job.request, start, end))
             budget -= end - start
@@ -104,20 +110,50 @@ class PrefillScheduler:
                 break
         return chunks
 
+    def settle(self, job: Job) -> None:
+        """Keep what a chunk added for later prompts, then expire what the request needs no more.
+
+        Work can resume at the prompt's end and at every `resume_every_tokens`.
+        """
+        request = job.request
+        end = request.num_computed_tokens
+        self._manager.cache_history(request.grant_id, job.keys, end)
+        if job.computed or end % self._resume_every_tokens == 0:
+            copies = self._manager.cache_resume(request.grant_id, job.keys, request.token_ids, end)
+            self._runner.copy_pages(copies)
+        self._manager.expire(request.grant_id, end)
+
+    def _chunk_end(self, start: int, num_tokens: int, budget: int) -> int:
+        """As far as the budget goes, but no further than the next point where work can resume."""
+        every = self._resume_every_tokens
+        return min(num_tokens, start + budget, (start // every + 1) * every)
+
     def _jobs(self) -> tuple[Job, ...]:
         return (*self._running.values(), *self._waiting)
 
     def _admit(self) -> None:
         """Take pages for waiting jobs, in order, as far as they reach."""
         while self._waiting and not self._waiting[0].ended:
-            job = self._waiting[0]
-            try:
-                self._manager.grant(
-                    job.request.grant_id, num_tokens=0, max_tokens=job.num_prompt_tokens
-                )
-            except NoRoom:
+            if not self._try_admit(self._waiting[0]):
                 return
-            self._running[job.request.grant_id] = self._waiting.popleft()
+            job = self._waiting.popleft()
+            self._running[job.request.grant_id] = job
+
+    def _try_admit(self, job: Job) -> bool:
+        request = job.request
+        hit = self._manager.find_resumable(job.keys, request.token_ids)
+        try:
+            copies = self._manager.grant(
+                request.grant_id,
+                num_tokens=hit.num_tokens,
+                max_tokens=job.num_prompt_tokens,
+                hit=hit,
+            )
+        except NoRoom:
+            return False
+        self._runner.copy_pages(copies)
+        request.num_computed_tokens = job.num_cached_tokens = hit.num_tokens
+        return True
 
     def _computable(self) -> Iterator[Job]:
         return (job for job in self._running.values() if not job.computed and not job.ended)

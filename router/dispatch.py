@@ -17,6 +17,7 @@ from sluice.engine.protocol import (
     GenerateRequest,
     NodeError,
     NodeLost,
+    Preempted,
     Refused,
     TransferFailed,
 )
@@ -79,7 +80,7 @@ class Dispatcher:
                         yield tokens
                         if tokens.finish_reason is not None:
                             return
-            except Refused as error:  # costs nothing: back to its place in the queue
+            except (Refused, Preempted) as error:  # nothing failed: back to its place in the queue
                 self._retry(attempt, error)
             except NodeError as error:
                 num_failures += 1
@@ -95,7 +96,9 @@ class Dispatcher:
         self._log_dispatched(request, pair)
         async with self._hold(pair, request, ticket) as reservation:  # pages in every pool
             first = await reservation.prefill()  # pages are written as chunks finish
-            yield Tokens((first.token_id,), first.finish_reason, first.num_cached_tokens)
+            # After a fail-over the hit may cover output too, which no client calls cached.
+            num_cached_tokens = 0 if request.emitted_token_ids else first.num_cached_tokens
+            yield Tokens((first.token_id,), first.finish_reason, num_cached_tokens)
             if first.finish_reason is None:
                 async for chunk in reservation.stream():
                     yield Tokens(chunk.token_ids, chunk.finish_reason)
@@ -132,6 +135,8 @@ def _reason(error: NodeError) -> str:
     """The label of sluice:retries_total."""
     if isinstance(error, Refused):
         return "refused"
+    if isinstance(error, Preempted):
+        return "preempted"
     if isinstance(error, TransferFailed):
         return "transfer_failed"
     return "node_lost" if isinstance(error, NodeLost) else "node_error"

@@ -33,7 +33,7 @@ class Ledger:
         self._on_return = on_return
         self._tokens: dict[str, int] = {}  # holder -> promised tokens
         self._pages: dict[TableSpec, int] = {
-            table: 0 for table in tables_of(info.specs) if table.retention.max_live_tokens is None
+            table: 0 for table in tables_of(info.specs) if table.keeps_all
         }
         self.idle = asyncio.Event()  # set while nobody holds the node
         self.idle.set()
@@ -85,6 +85,14 @@ class Ledger:
         for table in self._pages:
             self._pages[table] += _num_pages(table, num_tokens)
         self.idle.clear()
+
+    def grow(self, holder: str, num_tokens: int) -> None:
+        """The holder's request has become longer than what was promised to it."""
+        promised = self._tokens.get(holder, num_tokens)
+        if num_tokens > promised:
+            self._tokens[holder] = num_tokens
+            for table in self._pages:
+                self._pages[table] += _num_pages(table, num_tokens) - _num_pages(table, promised)
 
     def give_back(self, holder: str) -> None:
         """Return what the holder took; does nothing if that was done before."""

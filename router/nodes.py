@@ -25,6 +25,7 @@ from sluice.engine.protocol import (
     NodeInfo,
     NodeLost,
     NodeStatus,
+    Preempted,
     PrefillClient,
     TokenChunk,
 )
@@ -77,8 +78,12 @@ class RoutedNode(Generic[Client]):
         return None
 
     def promised_tokens(self, request: GenerateRequest) -> int:
-        """Tokens the request needs pages for on this node."""
+        """Tokens the request needs pages for to start on this node."""
         raise NotImplementedError
+
+    def greatest_tokens(self, request: GenerateRequest) -> int:
+        """Tokens the request may come to need pages for."""
+        return self.promised_tokens(request)
 
     @property
     def node_id(self) -> str:
@@ -91,7 +96,7 @@ class RoutedNode(Generic[Client]):
 
     def could_hold(self, request: GenerateRequest) -> bool:
         """Whether the request fits at all, were it alone here."""
-        return self.ready and self.promised_tokens(request) <= self.ledger.max_tokens
+        return self.ready and self.greatest_tokens(request) <= self.ledger.max_tokens
 
     def can_start(self, request: GenerateRequest) -> bool:
         """Whether the request can have its pages now."""
@@ -177,7 +182,7 @@ class RoutedPrefill(RoutedNode[PrefillClient]):
 
 
 class RoutedDecode(RoutedNode[DecodeClient]):
-    """A decode node: pages for the whole request, and one stream with everybody's tokens."""
+    """A decode node: pages for prompt and output, and one stream with everybody's tokens."""
 
     def __init__(
         self,
@@ -200,6 +205,9 @@ class RoutedDecode(RoutedNode[DecodeClient]):
         self._receiver.add_done_callback(self._receiver_ended)
 
     def promised_tokens(self, request: GenerateRequest) -> int:
+        return request.admit_tokens
+
+    def greatest_tokens(self, request: GenerateRequest) -> int:
         return request.max_total_tokens
 
     def open_inbox(self, request_id: str) -> None:
@@ -216,6 +224,8 @@ class RoutedDecode(RoutedNode[DecodeClient]):
             chunk = await inbox.get()
             if isinstance(chunk, NodeLost):
                 raise chunk
+            if chunk.preempted:
+                raise Preempted(f"decode node {self.node_id}: {chunk.error}")
             if chunk.error is not None:
                 raise NodeError(f"decode node {self.node_id}: {chunk.error}")
             yield chunk

@@ -21,6 +21,7 @@ from sluice.engine.protocol import (
     GenerateRequest,
     NodeError,
     PageGrant,
+    Preempted,
     PrefillResult,
     Refused,
     TokenChunk,
@@ -67,9 +68,13 @@ class Reservation:
             self._prefill.ledger.give_back(self._request.request_id)
         return result
 
-    def stream(self) -> AsyncIterator[TokenChunk]:
+    async def stream(self) -> AsyncIterator[TokenChunk]:
         """Decode's tokens. Raises NodeError."""
-        return self._decode.stream(self._request.request_id)
+        num_tokens = len(self._request.token_ids) + 1  # the first came from prefill
+        async for chunk in self._decode.stream(self._request.request_id):
+            num_tokens += len(chunk.token_ids)
+            self._decode.ledger.grow(self._request.request_id, num_tokens)
+            yield chunk
 
     async def give_back(self) -> None:
         """End the request on both nodes, then return the credit."""
@@ -137,6 +142,8 @@ async def hold(
         yield reservation
     except Refused:
         pair.decode.pause_after_refusal()
+        raise
+    except Preempted:
         raise
     except NodeError:
         ticket.avoid = {node.node_id for node in pair}

@@ -82,10 +82,12 @@ def check_mapping(source: Sequence[PoolSpec], target: Sequence[PoolSpec]) -> Non
 def rows_to_receive(spec: PoolSpec, num_tokens: int, skip_tokens: int = 0) -> range:
     """All rows a target needs of a request of `num_tokens` computed tokens.
 
-    skip_tokens: the target holds every row that was complete at that length.
+    skip_tokens: of Full pools the target holds every row that was complete at that length; the
+    others are always sent whole, since what is live moves on with the length.
     """
     live = spec.live_rows(num_tokens)
-    first = max(live.start, skip_tokens // spec.tokens_per_row)
+    skipped = skip_tokens // spec.tokens_per_row if spec.table.keeps_all else 0
+    first = max(live.start, skipped)
     return range(first, max(first, live.stop))
 
 

@@ -59,9 +59,8 @@ class Single:
 
 def runner_of(config, role, wrap=lambda model: model):
     """A role's runner around the checkpoint's model, or around what `wrap` makes of it."""
-    section = config.prefill if role is Role.PREFILL else config.decode
-    model = wrap(load_model(config.model.path))
-    return Runner(model, section, max_step_tokens=section.max_batch_tokens, max_model_len=1024)
+    model = load_model(config.model.path, cache_path=config.model.cache_path)
+    return Runner.around(wrap(model), config, role)
 
 
 class RemoteDecode:
@@ -109,6 +108,17 @@ class Pair:
             tokens += more
         self.decode.release(grant.grant_id)
         return tokens, rows
+
+    def generate_together(self, requests):
+        """Output tokens of requests that decode in one batch as they arrive."""
+        started = []
+        for request in requests:
+            grant = self.decode.reserve(request)
+            started.append((grant, self.prefill.run(request, grant).result(60).token_id))
+        for grant, first in started:
+            more, _ = self.decode.finish(grant)
+            self.decode.release(grant.grant_id)
+            yield [first, *more]
 
     def used_pages(self):
         status = self.prefill.status().result(30)
@@ -194,10 +204,11 @@ def config_of():
     """A config for a checkpoint with small chunks, so that prompts straddle them."""
 
     def config(checkpoint, **changes):
+        common = {"max_running_requests": 4, "cache_bytes": 64 << 20, "prefix_cache": False}
         data = {
-            "model": {"path": str(checkpoint)},
-            "prefill": {"max_batch_tokens": 48, "max_running_requests": 4, "cache_bytes": 64 << 20},
-            "decode": {"max_running_requests": 4, "cache_bytes": 64 << 20},
+            "model": {"path": str(checkpoint), "max_model_len": 1024},
+            "prefill": {"max_batch_tokens": 48} | common,
+            "decode": common,
         }
         for section, values in changes.items():
             data[section] = data.get(section, {}) | values

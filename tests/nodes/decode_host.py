@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import queue
 import sys
+from collections import defaultdict
 from multiprocessing.connection import Client
 from pathlib import Path
 
@@ -66,6 +67,7 @@ class DecodeHost:
         self.node = WatchedDecodeNode.load(config, "decode-0", "127.0.0.1")
         self.node.start()
         self.chunks: queue.Queue[list[TokenChunk]] = queue.Queue()
+        self.received: dict[str, list[TokenChunk]] = defaultdict(list)
         self.node.subscribe(ROUTER, self.chunks.put)
 
     def info(self) -> NodeInfo:
@@ -82,14 +84,14 @@ class DecodeHost:
 
     def finish(self, grant: PageGrant) -> tuple[list[int], dict[str, bytes]]:
         """Tokens until the request's end, and the bytes that had arrived before the first."""
-        tokens: list[int] = []
-        while True:
+        received = self.received[grant.request_id]
+        while not (received and received[-1].finish_reason is not None):
             for chunk in self.chunks.get(timeout=60):
-                if chunk.request_id == grant.request_id:
-                    assert chunk.error is None, chunk.error
-                    tokens += chunk.token_ids
-                    if chunk.finish_reason is not None:
-                        return tokens, self.node.arrived.pop(grant.grant_id)
+                assert chunk.error is None, chunk.error
+                self.received[chunk.request_id].append(chunk)
+        tokens = [token for chunk in received for token in chunk.token_ids]
+        del self.received[grant.request_id]
+        return tokens, self.node.arrived.pop(grant.grant_id)
 
     def used_pages(self) -> int:
         status = self.node.status(ROUTER).result(30)

@@ -1,0 +1,238 @@
+"""PrefixTree: which prefixes of earlier requests can be used again, and which to give up first.
+
+A prefix of n tokens can be resumed if `pages(n, n)` of *every* table is at hand. Two things are
+kept for that, with lives of their own:
+
+    history   unit by unit, the pages of Full tables:        |unit|unit|unit|unit|
+    resume    at chosen lengths n, the pages(n, n) of the               ▲      ▲
+    points    other tables, and Full pages cut by n                     n1     n2
+
+History without a resume point saves a transfer (the receiver gets window and state anyway) but no
+computation; that is why resume points may be dropped alone, and fall with the history below them.
+
+Both are ordered by last use. Using a prefix touches its units from the deepest to the root, so the
+unit used longest ago never has children.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from sluice.cache.allocator import Allocator
+from sluice.cache.keys import Key, PrefixKeys
+from sluice.cache.spec import TableSpec
+
+Pages = Mapping[TableSpec, Sequence[int]]
+TailKey = tuple[Key, tuple[int, ...]]  # the last whole unit, and the tokens after it
+
+
+@dataclass
+class Unit:
+    """One unit of history: `pages` of each Full table."""
+
+    key: Key
+    parent: Unit | None
+    pages: Pages
+    num_children: int = 0
+
+
+@dataclass(frozen=True)
+class Resume:
+    """A length at which computation can go on: pages from `pages(n, n)`, for tables that have any.
+
+    first: the logical page that each table's pages begin with.
+    """
+
+    num_tokens: int
+    pages: Pages
+    first: Mapping[TableSpec, int]
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A cached prefix. `history` has each Full table's whole pages, from logical page 0 on."""
+
+    num_tokens: int = 0
+    history: Pages = field(default_factory=dict)
+    resume: Resume | None = None
+
+
+class PrefixTree:
+    """Cached prefixes over the allocators of a node's tables. Belongs to the loop thread."""
+
+    def __init__(
+        self, allocators: Mapping[TableSpec, Allocator], full: Sequence[TableSpec], unit_tokens: int
+    ) -> None:
+        """full: the tables that keep everything, whose spans divide `unit_tokens`."""
+        self.unit_tokens = unit_tokens
+        self._allocators = allocators
+        self._full = tuple(full)
+        self._history_suffices = len(self._full) == len(allocators)
+        self._units: OrderedDict[Key, Unit] = OrderedDict()
+        self._resumes: OrderedDict[TailKey, Resume] = OrderedDict()
+        self._tails: defaultdict[Key, set[TailKey]] = defaultdict(set)  # by their last unit
+
+    def __len__(self) -> int:
+        return len(self._units)
+
+    @property
+    def num_resumes(self) -> int:
+        return len(self._resumes)
+
+    def history(self, keys: PrefixKeys) -> Hit:
+        """The longest cached history of a prompt with these keys."""
+        units = self._path(keys)
+        self._touch(units)
+        return Hit(len(units) * self.unit_tokens, self._pages_of(units))
+
+    def resumable(self, keys: PrefixKeys, token_ids: Sequence[int]) -> Hit:
+        """The longest cached prefix that can be resumed and leaves a token to compute."""
+        units = self._path(keys)
+        limit = len(token_ids) - 1
+        for depth in range(len(units), -1, -1):
+            num_tokens = depth * self.unit_tokens
+            tail_key = self._longest_tail(keys.upto(depth).last, token_ids, num_tokens, limit)
+            if tail_key is None and not (self._history_suffices and 0 < num_tokens <= limit):
+                continue
+            self._touch(units[:depth])
+            resume = None
+            if tail_key is not None:
+                self._resumes.move_to_end(tail_key)
+                resume = self._resumes[tail_key]
+                num_tokens = resume.num_tokens
+            return Hit(num_tokens, self._pages_of(units[:depth]), resume)
+        return Hit()
+
+    def add_history(self, keys: PrefixKeys, pages: Pages) -> None:
+        """Keep whole units; pages: each Full table's, from logical page 0, at least that many."""
+        units: list[Unit] = []
+        for depth, key in enumerate(keys.units):
+            unit = self._units.get(key)
+            if unit is None:
+                unit = self._new_unit(key, units[-1] if units else None, depth, pages)
+            units.append(unit)
+        self._touch(units)
+
+    def can_add_resume(self, keys: PrefixKeys, tail: tuple[int, ...]) -> bool:
+        """Whether a resume point there would be new, and its history is cached."""
+        if (keys.last, tail) in self._resumes:
+            return False
+        return len(self._path(keys)) == len(keys.units)
+
+    def add_resume(self, keys: PrefixKeys, tail: tuple[int, ...], resume: Resume) -> None:
+        """Keep a resume point after the units of `keys` and the tokens of `tail`."""
+        assert self.can_add_resume(keys, tail), "look before adding"
+        self._resumes[keys.last, tail] = resume
+        self._tails[keys.last].add((keys.last, tail))
+        for table, kept in resume.pages.items():
+            self._allocators[table].keep(kept)
+
+    def evict(self, table: TableSpec, num_pages: int) -> None:
+        """Give up what was used longest ago until the table has `num_pages` free pages, if it can.
+
+        Resume points go first for tables they alone keep pages of; history takes along what hangs
+        on it.
+        """
+        allocator = self._allocators[table]
+        while allocator.num_free < num_pages:
+            if table not in self._full and self._resumes:
+                self._drop_resume(next(iter(self._resumes)))
+            elif table in self._full and self._units:
+                self._drop_unit(next(iter(self._units.values())))
+            elif self._resumes:
+                self._drop_resume(next(iter(self._resumes)))
+            else:
+                return
+
+    def clear(self) -> None:
+        """Give up everything."""
+        while self._resumes:
+            self._drop_resume(next(iter(self._resumes)))
+        while self._units:
+            self._drop_unit(next(iter(self._units.values())))
+
+    def kept_pages(self) -> dict[TableSpec, list[int]]:
+        """Every page the tree keeps, as often as it keeps it, for the invariant checker."""
+        kept: dict[TableSpec, list[int]] = {table: [] for table in self._allocators}
+        for entry in (*self._units.values(), *self._resumes.values()):
+            for table, pages in entry.pages.items():
+                kept[table] += pages
+        return kept
+
+    def check(self) -> None:
+        """Assert the tree's own rules."""
+        children = dict.fromkeys(self._units, 0)
+        for unit in self._units.values():
+            if unit.parent is not None:
+                assert unit.parent.key in self._units, "history without its beginning"
+                children[unit.parent.key] += 1
+        assert all(self._units[key].num_children == count for key, count in children.items())
+        if self._units:
+            assert next(iter(self._units.values())).num_children == 0, "the oldest unit is a leaf"
+        hanging = {tail_key for tails in self._tails.values() for tail_key in tails}
+        assert hanging == set(self._resumes)
+        for (last, _), resume in self._resumes.items():
+            deep = resume.num_tokens >= self.unit_tokens
+            assert not deep or last in self._units, "a resume point without its history"
+
+    def _path(self, keys: PrefixKeys) -> list[Unit]:
+        units = []
+        for key in keys.units:
+            unit = self._units.get(key)
+            if unit is None:
+                break
+            units.append(unit)
+        return units
+
+    def _pages_of(self, units: Sequence[Unit]) -> Pages:
+        return {table: [p for unit in units for p in unit.pages[table]] for table in self._full}
+
+    def _longest_tail(
+        self, last: Key, token_ids: Sequence[int], start: int, limit: int
+    ) -> TailKey | None:
+        """The longest resume point behind the unit `last` that the tokens from `start` reach."""
+        for tail_key in sorted(self._tails.get(last, ()), key=lambda t: -len(t[1])):
+            tail = tail_key[1]
+            end = start + len(tail)
+            if end <= limit and tuple(token_ids[start:end]) == tail:
+                return tail_key
+        return None
+
+    def _new_unit(self, key: Key, parent: Unit | None, depth: int, pages: Pages) -> Unit:
+        own = {table: self._cut(table, depth, pages[table]) for table in self._full}
+        for table, kept in own.items():
+            self._allocators[table].keep(kept)
+        if parent is not None:
+            parent.num_children += 1
+        unit = self._units[key] = Unit(key, parent, own)
+        return unit
+
+    def _cut(self, table: TableSpec, depth: int, pages: Sequence[int]) -> Sequence[int]:
+        count = self.unit_tokens // table.tokens_per_page
+        own = pages[depth * count : (depth + 1) * count]
+        assert len(own) == count, "history is added by whole units"
+        return own
+
+    def _touch(self, units: Sequence[Unit]) -> None:
+        for unit in reversed(units):
+            self._units.move_to_end(unit.key)
+
+    def _drop_resume(self, tail_key: TailKey) -> None:
+        resume = self._resumes.pop(tail_key)
+        self._tails[tail_key[0]].discard(tail_key)
+        if not self._tails[tail_key[0]]:
+            del self._tails[tail_key[0]]
+        for table, pages in resume.pages.items():
+            self._allocators[table].unkeep(pages)
+
+    def _drop_unit(self, unit: Unit) -> None:
+        assert unit.num_children == 0, "history is given up from its end"
+        for tail_key in list(self._tails.get(unit.key, ())):
+            self._drop_resume(tail_key)
+        del self._units[unit.key]
+        if unit.parent is not None:
+            unit.parent.num_children -= 1
+        for table, pages in unit.pages.items():
+            self._allocators[table].unkeep(pages)
