@@ -1,8 +1,9 @@
 """Rows of a pool by slot: write a step's rows, gather the rows that a computation needs.
 
-`rows` is always one layer's view of a pool, [num_pages, rows_per_page, *row_shape]. Its page stride
-is that of all layers together, so pages are far apart but a page's rows of the layer, and the
-elements of a row, are contiguous. Slot = page * rows_per_page + offset; -1 means no row.
+`rows` is always one layer's view of a pool, [num_pages, rows_per_page, *row_shape], of whole rows
+or of the same part of each. Its page stride is that of all layers together, so pages are far apart;
+a page's rows are one stride apart, and the elements of a row are contiguous.
+Slot = page * rows_per_page + offset; -1 means no row.
 """
 
 from __future__ import annotations
@@ -42,10 +43,14 @@ def _flat(rows: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
     reachable by index but never indexed.
     """
     num_pages, rows_per_page = rows.shape[:2]
-    row_size = rows[0, 0].numel()
-    page_stride = rows.stride(0) // row_size
-    assert rows.stride(1) == row_size, "a page's rows of one layer must be contiguous"
-    flat = rows.as_strided(((num_pages - 1) * page_stride + rows_per_page, row_size), (row_size, 1))
+    row = rows[0, 0]
+    # The stride of an extent of 1 means nothing: then pages are rows.
+    row_stride = rows.stride(1) if rows_per_page > 1 else rows.stride(0)
+    page_stride = rows.stride(0) // row_stride
+    assert row.is_contiguous(), "the elements of a row must be contiguous"
+    assert rows.stride(0) % row_stride == 0, "pages must be a whole number of rows apart"
+    num_rows = (num_pages - 1) * page_stride + rows_per_page
+    flat = rows.as_strided((num_rows, row.numel()), (row_stride, 1))
     slots = slots.clamp(min=0)
     if page_stride == rows_per_page:
         return flat, slots

@@ -92,6 +92,16 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
     Raises ConfigError if files are missing or unreadable, or hold quantised weights.
     """
+    tensors = official_tensors(stored_tensors(folder))
+    refuse_quantised(tensors, str(folder))
+    return tensors
+
+
+def stored_tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint folder, under the names and as the files have them.
+
+    Raises ConfigError if files are missing or unreadable.
+    """
     tensors: dict[str, Tensor] = {}
     for path in weight_files(folder):
         try:
@@ -99,14 +109,17 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
                 tensors.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{path}: cannot be read as safetensors: {error}") from error
-    official = official_tensors(tensors)
-    for name, tensor in official.items():
+    return tensors
+
+
+def refuse_quantised(tensors: Mapping[str, Tensor], source: str) -> None:
+    """Raise ConfigError if there are quantised weights or their scales among the tensors."""
+    for name, tensor in tensors.items():
         if name.endswith((".scale", "_scale_inv")) or tensor.element_size() < 2:
             raise ConfigError(
-                f"{folder}: {name} ({tensor.dtype}) belongs to quantised weights, expected "
+                f"{source}: {name} ({tensor.dtype}) belongs to quantised weights, expected "
                 "bfloat16 or float32; convert the checkpoint to bfloat16 first"
             )
-    return official
 
 
 def check_tensors(

@@ -1,25 +1,17 @@
-"""Compressed rows of CSA and HCA layers: made from this step's tokens, and chosen for attention."""
+"""Compressed rows of CSA and HCA layers: made from tokens, and chosen for attention."""
 
 from __future__ import annotations
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from sluice.kernels.compressor import accumulate_blocks, close_blocks, compress_overlapping
 from sluice.kernels.indexer import causal_topk, index_scores
 from sluice.kernels.norm import rms_norm
 from sluice.kernels.rope import rotate_
 from sluice.kernels.rows import write_rows
 from sluice.model.placement import row_slots
-from sluice.model.pools import (
-    C4_INDEX_K,
-    C4_INDEX_STATE,
-    C4_KV,
-    C4_STATE,
-    C128_KV,
-    C128_STATE,
-)
-from sluice.model.step import LayerStep, OverlapCompressorStep
+from sluice.model.pools import C4_INDEX_K, C4_KV, C128_KV
+from sluice.model.step import CompressorStep, LayerStep
 from sluice.model.weights import AttentionWeights, CompressorWeights, IndexerWeights
 
 Source = tuple[Tensor, Tensor]  # a pool's layer view, and the slots [T, k] to attend to there
@@ -31,41 +23,30 @@ def csa_source(x: Tensor, latent: Tensor, weights: AttentionWeights, at: LayerSt
     x: [T, hidden]; latent: [T, q_lora_rank], the normalised input of the query matrices.
     """
     assert at.step.csa and weights.compressor and weights.indexer, "a CSA layer has all its parts"
-    slots = at.step.csa
-    _compress(x, weights.compressor, at, slots.compressor, at.rows(C4_STATE), at.rows(C4_KV))
-    _compress(
-        x,
-        weights.indexer.compressor,
-        at,
-        slots.indexer,
-        at.rows(C4_INDEX_STATE),
-        at.rows(C4_INDEX_K),
-    )
+    _compress(x, weights.compressor, at, at.step.csa.compressor)
+    _compress(x, weights.indexer.compressor, at, at.step.csa.indexer)
     chosen = _choose(x, latent, weights.indexer, at)
-    return at.rows(C4_KV), row_slots(at.step.inputs, at.pools[C4_KV].spec, chosen)
+    return at.rows(C4_KV), row_slots(at.inputs, at.step.frame.pools[C4_KV].spec, chosen)
 
 
-def _compress(
-    x: Tensor,
-    weights: CompressorWeights,
-    at: LayerStep,
-    slots: OverlapCompressorStep,
-    state: Tensor,
-    rows: Tensor,
-) -> None:
-    """Write the tokens' kv and score to the state pool, and the finished blocks' rows.
+def hca_source(x: Tensor, weights: AttentionWeights, at: LayerStep) -> Source:
+    """Write an HCA layer's new rows; each token attends to all that it can see.
 
-    state: [num_pages, rows_per_page, 2, 2 * dim]; rows: [num_pages, rows_per_page, dim].
+    x: [T, hidden].
     """
-    assert at.step.csa, "only CSA layers compress with overlap"
-    tokens = F.linear(x.float(), weights.wkv_gate).unflatten(1, (2, -1))  # [T, 2, 2 * dim]
-    tokens[:, 1] += weights.ape[at.step.csa.ape_row]
-    write_rows(state, slots.state_write, tokens)
-    if slots.row_write.shape[0]:
-        new = rms_norm(
-            compress_overlapping(state, slots.state_read), weights.norm, at.config.norm_eps
-        )
-        write_rows(rows, slots.row_write, rotate_(new, at.step.csa.row_rotation))
+    assert at.step.hca and weights.compressor, "an HCA layer has all its parts"
+    _compress(x, weights.compressor, at, at.step.hca.compressor)
+    return at.rows(C128_KV), at.step.hca.read
+
+
+def _compress(x: Tensor, weights: CompressorWeights, at: LayerStep, step: CompressorStep) -> None:
+    """Write the tokens' kv and score to the state pool, and the new rows to theirs."""
+    tokens = F.linear(x.float(), weights.wkv_gate).unflatten(1, (2, -1))  # [T, 2, width]
+    tokens[:, 1] += weights.ape[step.ape_row]
+    new = step.state.update(at.rows(step.state.pool), tokens)  # [n, dim]
+    if new.shape[0]:
+        new = rotate_(rms_norm(new, weights.norm, at.config.norm_eps), step.row_rotation)
+        write_rows(at.rows(step.rows), step.row_write, new)
 
 
 def _choose(x: Tensor, latent: Tensor, weights: IndexerWeights, at: LayerStep) -> Tensor:
@@ -80,23 +61,6 @@ def _choose(x: Tensor, latent: Tensor, weights: IndexerWeights, at: LayerStep) -
         head_weights,
         at.rows(C4_INDEX_K),
         at.step.csa.index_read,
-        at.step.inputs.query_start,
+        at.inputs.query_start,
     )
     return causal_topk(scores, at.step.csa.num_visible, at.config.index_topk)
-
-
-def hca_source(x: Tensor, weights: AttentionWeights, at: LayerStep) -> Source:
-    """Write an HCA layer's new rows; each token attends to all that it can see.
-
-    x: [T, hidden].
-    """
-    assert at.step.hca and weights.compressor, "an HCA layer has all its parts"
-    slots, compressor = at.step.hca, weights.compressor
-    kv, score = F.linear(x.float(), compressor.wkv_gate).chunk(2, dim=1)  # [T, head_dim] each
-    score = score + compressor.ape[slots.ape_row]
-    state, rows = at.rows(C128_STATE), at.rows(C128_KV)
-    blocks = accumulate_blocks(state, slots.state_read, slots.block_of_token, kv, score)
-    write_rows(state, slots.state_write, blocks)
-    new = rms_norm(close_blocks(blocks), compressor.norm, at.config.norm_eps)
-    write_rows(rows, slots.row_write, rotate_(new, slots.row_rotation))
-    return rows, slots.read

@@ -12,9 +12,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from sluice.engine.protocol import ConfigError
+from sluice.model.fields import Fields
 
 Kind = TypeVar("Kind", bound=StrEnum)
 
@@ -47,6 +48,8 @@ class YarnConfig:
 @dataclass(frozen=True)
 class DeepseekV4Config:
     """Shapes and constants of one model. Raises ConfigError if they contradict each other."""
+
+    architecture: ClassVar[str] = "DeepseekV4ForCausalLM"
 
     vocab_size: int
     hidden_size: int
@@ -134,8 +137,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def parse_config(data: Mapping[str, Any], source: str = "config.json") -> DeepseekV4Config:
     """A config.json's content, either dialect. Raises ConfigError naming the field."""
-    fields = _Fields(data, source)
-    fields.refuse_unsupported()
+    fields = Fields(data, source)
+    fields.refuse_other_than(_SUPPORTED)
     layer_types, csa_ratio, hca_ratio = _layers(fields)
     eos = fields.get("eos_token_id", 1)
     return DeepseekV4Config(
@@ -173,49 +176,19 @@ def parse_config(data: Mapping[str, Any], source: str = "config.json") -> Deepse
     )
 
 
-class _Fields:
-    """Access to a config's fields with errors that name file, field, value and expectation."""
-
-    def __init__(self, data: Mapping[str, Any], source: str) -> None:
-        self.data = data
-        self.source = source
-
-    def error(self, problem: str) -> ConfigError:
-        return ConfigError(f"{self.source}: {problem}")
-
-    def get(self, name: str, default: Any) -> Any:
-        value = self.data.get(name)
-        return default if value is None else value
-
-    def require(self, name: str) -> Any:
-        if self.data.get(name) is None:
-            raise self.error(f"{name} is missing; take config.json from the model's release")
-        return self.data[name]
-
-    def integer(self, name: str) -> int:
-        value = self.require(name)
-        if type(value) is not int or value <= 0:
-            raise self.error(f"{name} is {value!r}, expected a positive integer")
-        return value
-
-    def refuse_unsupported(self) -> None:
-        """Fields whose other values would need another forward pass."""
-        supported: dict[str, Any] = {
-            "num_key_value_heads": 1,
-            "n_shared_experts": 1,
-            "scoring_func": "sqrtsoftplus",
-            "hidden_act": "silu",
-            "norm_topk_prob": True,
-            "attention_bias": False,
-            "mlp_bias": False,
-            "tie_word_embeddings": False,
-        }
-        for name, value in supported.items():
-            if self.get(name, value) != value:
-                raise self.error(f"{name} is {self.data[name]!r}, only {value!r} is supported")
+_SUPPORTED: dict[str, Any] = {  # other values would need another forward pass
+    "num_key_value_heads": 1,
+    "n_shared_experts": 1,
+    "scoring_func": "sqrtsoftplus",
+    "hidden_act": "silu",
+    "norm_topk_prob": True,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+}
 
 
-def _layers(fields: _Fields) -> tuple[tuple[LayerType, ...], int, int]:
+def _layers(fields: Fields) -> tuple[tuple[LayerType, ...], int, int]:
     """Layer types, CSA ratio and HCA ratio, from either dialect."""
     num_layers = fields.integer("num_hidden_layers")
     if "layer_types" in fields.data:
@@ -236,14 +209,14 @@ def _layers(fields: _Fields) -> tuple[tuple[LayerType, ...], int, int]:
     return types, CSA_RATIO, coarse[0] if coarse else 128
 
 
-def _mlp_types(fields: _Fields, num_layers: int) -> tuple[MlpType, ...]:
+def _mlp_types(fields: Fields, num_layers: int) -> tuple[MlpType, ...]:
     if "mlp_layer_types" in fields.data:
         return _types(fields, "mlp_layer_types", MlpType, num_layers)
     num_hash = min(int(fields.require("num_hash_layers")), num_layers)
     return (MlpType.HASH,) * num_hash + (MlpType.TOPK,) * (num_layers - num_hash)
 
 
-def _types(fields: _Fields, name: str, kind: type[Kind], num_layers: int) -> tuple[Kind, ...]:
+def _types(fields: Fields, name: str, kind: type[Kind], num_layers: int) -> tuple[Kind, ...]:
     values = fields.require(name)
     if len(values) != num_layers:
         raise fields.error(f"{name} has {len(values)} entries for {num_layers} layers")
@@ -253,30 +226,30 @@ def _types(fields: _Fields, name: str, kind: type[Kind], num_layers: int) -> tup
     return tuple(kind(value) for value in values)
 
 
-def _rope_dim(fields: _Fields) -> int:
+def _rope_dim(fields: Fields) -> int:
     if "qk_rope_head_dim" in fields.data:
         return fields.integer("qk_rope_head_dim")
     return int(fields.integer("head_dim") * float(fields.require("partial_rotary_factor")))
 
 
-def _rope(fields: _Fields, branch: str) -> Mapping[str, Any]:
+def _rope(fields: Fields, branch: str) -> Mapping[str, Any]:
     """transformers' parameters of one branch, `main` or `compress`; empty in the other dialect."""
     return fields.get("rope_parameters", {}).get(branch, {})
 
 
-def _main_theta(fields: _Fields) -> float:
+def _main_theta(fields: Fields) -> float:
     main = _rope(fields, "main")
     if (kind := main.get("rope_type", "default")) != "default":
         raise fields.error(f"rope_parameters.main.rope_type is {kind!r}, expected 'default'")
     return float(main.get("rope_theta") or fields.require("rope_theta"))
 
 
-def _compress_theta(fields: _Fields) -> float:
+def _compress_theta(fields: Fields) -> float:
     compress = _rope(fields, "compress")
     return float(compress.get("rope_theta") or fields.require("compress_rope_theta"))
 
 
-def _compress_yarn(fields: _Fields) -> YarnConfig | None:
+def _compress_yarn(fields: Fields) -> YarnConfig | None:
     yarn = _rope(fields, "compress") or fields.get("rope_scaling", {})
     kind = yarn.get("rope_type", yarn.get("type", "default"))
     if kind == "default":

@@ -18,7 +18,7 @@ from sluice.model.checkpoint import check_tensors, fingerprint, read_tensors
 from sluice.model.config import DeepseekV4Config
 from sluice.model.inputs import ForwardInputs
 from sluice.model.inventory import tensor_shapes
-from sluice.model.step import LayerStep, Pools, RopeFrequencies, plan_step
+from sluice.model.step import LayerStep, Planner, Pools, RopeFrequencies, StepFrame, plan_hybrid
 from sluice.model.weights import HyperWeights, LayerWeights, ModelWeights, MoeWeights, build_weights
 
 
@@ -31,11 +31,14 @@ class DeepseekV4:
         weights: ModelWeights,
         specs: tuple[PoolSpec, ...],
         fingerprint: str,
+        plan: Planner = plan_hybrid,
     ) -> None:
+        """plan: where the rows of `specs` lie and which are made anew: hybrid or native."""
         self.config = config
         self.weights = weights
         self.specs = specs
         self.fingerprint = fingerprint
+        self.plan = plan
         self.vocab_size = config.vocab_size
         self.max_model_len = config.max_model_len
         self.eos_token_ids = config.eos_token_ids
@@ -50,12 +53,13 @@ class DeepseekV4:
         *,
         dtype: torch.dtype,
         device: str,
+        plan: Planner = plan_hybrid,
     ) -> DeepseekV4:
         """Read a checkpoint. Raises ConfigError if files or tensors are not as they should be."""
         tensors = read_tensors(folder)
         check_tensors(tensors, tensor_shapes(config), str(folder))
         weights = build_weights(tensors, config, dtype=dtype, device=device)
-        return cls(config, weights, specs, fingerprint(folder))
+        return cls(config, weights, specs, fingerprint(folder), plan)
 
     @torch.inference_mode()
     def forward(self, inputs: ForwardInputs, pools: Pools, *, all_logits: bool = False) -> Tensor:
@@ -66,11 +70,11 @@ class DeepseekV4:
         Returns [R, vocab] of each request's last token, or [T, vocab] with `all_logits`.
         """
         config, weights = self.config, self.weights
-        step = plan_step(inputs, config, self._frequencies, pools)
+        step = self.plan(StepFrame(inputs, config, self._frequencies, pools))
         x = F.embedding(inputs.token_ids, weights.embed)
         streams = x.unsqueeze(1).repeat(1, config.hc_mult, 1)  # [T, hc_mult, hidden]
         for number, layer in enumerate(weights.layers):
-            streams = self._layer(streams, layer, LayerStep(number, config, step, pools))
+            streams = self._layer(streams, layer, LayerStep(number, step))
         if not all_logits:
             streams = streams[inputs.query_start[1:] - 1]
         x = collapse_head(
@@ -88,7 +92,7 @@ class DeepseekV4:
 
         x, post, comb = self._mix_in(streams, layer.ffn_hc)
         x = rms_norm(x, layer.ffn_norm, config.norm_eps)
-        x = moe(x, at.step.inputs.token_ids, layer.moe, config)
+        x = moe(x, at.inputs.token_ids, layer.moe, config)
         return mix_out(x, streams, post, comb)
 
     def _mix_in(self, streams: Tensor, weights: HyperWeights) -> tuple[Tensor, Tensor, Tensor]:

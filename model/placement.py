@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sluice.cache.spec import PoolSpec
+from sluice.cache.spec import PoolSpec, ceil_div
 from sluice.model.inputs import ForwardInputs
 
 EXACT_ON = ("cpu",)  # device types where lists are exact; elsewhere no shape depends on data
@@ -47,6 +47,29 @@ def finished_blocks(inputs: ForwardInputs, ratio: int) -> Blocks:
     num_tokens, num_requests = inputs.positions.shape[0], inputs.num_requests
     most = (num_tokens + num_requests * (ratio - 1)) // ratio
     return _list_blocks(ratio, first, count, most)
+
+
+def context_blocks(inputs: ForwardInputs, ratio: int, spec: PoolSpec) -> Blocks:
+    """Every request's complete blocks from its first, one request after another.
+
+    spec: of a Full pool, whose page tables bound the requests' lengths.
+    """
+    count = _complete_blocks(inputs, ratio)
+    most = inputs.num_requests * (_max_tokens(inputs, spec) // ratio)
+    return _list_blocks(ratio, torch.zeros_like(count), count, most)
+
+
+def context_pages(inputs: ForwardInputs, ratio: int, spec: PoolSpec) -> Tensor:
+    """Page table for pages of one row each that lie in the order of `context_blocks`, from page 1.
+
+    [R, as many as the longest request could have, and at least 1]; 0, the null page, beyond the
+    last.
+    """
+    count = _complete_blocks(inputs, ratio)
+    before = count.cumsum(0) - count
+    number = torch.arange(ceil_div(_max_tokens(inputs, spec), ratio), device=count.device)
+    pages = 1 + before.unsqueeze(1) + number
+    return torch.where(number < count.unsqueeze(1), pages, 0)
 
 
 def touched_blocks(inputs: ForwardInputs, ratio: int) -> tuple[Blocks, Tensor]:
@@ -110,10 +133,15 @@ def finished_block_slots(inputs: ForwardInputs, spec: PoolSpec, blocks: Blocks) 
     return _slots_where(blocks.valid & closed, inputs, spec, blocks.request, blocks.first_token)
 
 
-def overlap_slots(inputs: ForwardInputs, spec: PoolSpec, blocks: Blocks) -> Tensor:
-    """Slots of the tokens of the block before each block, then of its own: [n, 2 * ratio]."""
+def block_token_slots(
+    inputs: ForwardInputs, spec: PoolSpec, blocks: Blocks, overlap: int
+) -> Tensor:
+    """Slots of the tokens of `overlap` blocks before each block, then of its own.
+
+    [n, (overlap + 1) * ratio].
+    """
     ratio = blocks.ratio
-    within = torch.arange(-ratio, ratio, device=blocks.number.device)
+    within = torch.arange(-overlap * ratio, ratio, device=blocks.number.device)
     tokens = blocks.first_token.unsqueeze(1) + within
     valid = blocks.valid.unsqueeze(1) & (tokens >= 0)
     return _slots_where(valid, inputs, spec, blocks.request.unsqueeze(1), tokens)
@@ -127,7 +155,7 @@ def num_visible_rows(inputs: ForwardInputs, ratio: int) -> Tensor:
 def request_row_slots(inputs: ForwardInputs, spec: PoolSpec) -> Tensor:
     """Slots of each request's compressed rows in order: [R, num_rows], -1 beyond the last."""
     rows = _row_numbers(inputs, spec)
-    complete = torch.div(_ends(inputs), spec.tokens_per_row, rounding_mode="floor")
+    complete = _complete_blocks(inputs, spec.tokens_per_row)
     request = torch.arange(inputs.num_requests, device=rows.device).unsqueeze(1)
     tokens = (rows * spec.tokens_per_row).expand(inputs.num_requests, -1)
     return _slots_where(rows < complete.unsqueeze(1), inputs, spec, request, tokens)
@@ -148,11 +176,20 @@ def row_slots(inputs: ForwardInputs, spec: PoolSpec, rows: Tensor) -> Tensor:
 
 def _row_numbers(inputs: ForwardInputs, spec: PoolSpec) -> Tensor:
     """Numbers of the rows that any request may have: as many as the longest has, or could have."""
-    max_pages = inputs.page_tables[spec.table].shape[1]
-    num_rows = max_pages * spec.rows_per_page
+    num_rows = _max_tokens(inputs, spec) // spec.tokens_per_row
     if inputs.positions.device.type in EXACT_ON:
         num_rows = min(num_rows, int(_ends(inputs).max()) // spec.tokens_per_row)
     return torch.arange(num_rows, device=inputs.positions.device)
+
+
+def _max_tokens(inputs: ForwardInputs, spec: PoolSpec) -> int:
+    """How long a request can be for the page tables of a Full pool."""
+    return inputs.page_tables[spec.table].shape[1] * spec.tokens_per_page
+
+
+def _complete_blocks(inputs: ForwardInputs, ratio: int) -> Tensor:
+    """Blocks each request will have completed after this step: [R]."""
+    return torch.div(_ends(inputs), ratio, rounding_mode="floor")
 
 
 def _ends(inputs: ForwardInputs) -> Tensor:

@@ -9,7 +9,9 @@
     c128_state        HCA layers    max, sum, weighted kv    the unfinished block, as one row
 
 Names stay whatever the ratios are: c4 is the CSA branch, c128 the HCA branch. A pool that no layer
-uses is not declared.
+uses is not declared. The native path has one pool instead:
+
+    kv            every layer   raw inputs of a token    everything
 """
 
 from __future__ import annotations
@@ -27,9 +29,11 @@ C128_KV = "c128_kv"
 C4_STATE = "c4_state"
 C4_INDEX_STATE = "c4_index_state"
 C128_STATE = "c128_state"
+KV = "kv"  # the one pool of the native path
 
 MAX_WINDOW_PAGE_TOKENS = 64  # 64 rows: the page of FlashMLA's kernels
 STATE_PAGE_BLOCKS = 2  # a CSA state page spans the live block and the one before
+NATIVE_PAGE_TOKENS = 64  # at V4-Flash's shapes a page of all layers has 34 MB
 FULL_PAGE_BLOCKS = 2  # of the coarsest ratio: 256 tokens, hence 64 CSA rows, for 4 and 128
 
 
@@ -125,3 +129,40 @@ def _accumulators(layers: tuple[int, ...], config: DeepseekV4Config) -> PoolSpec
         tokens_per_page=config.hca_ratio,
         retention=Block(config.hca_ratio),
     )
+
+
+def declare_native(config: DeepseekV4Config) -> tuple[PoolSpec, ...]:
+    """The one pool of the native path: what every token brings to every layer's attention, raw.
+
+    A row is as wide as the widest layer needs; the rest of narrower layers' rows is never written
+    and never read. fp32 whatever the model's dtype is: scores and what they weigh need it, and
+    vectors of a smaller dtype come back from it unchanged.
+    """
+    used = (native_row(config, layer_type) for layer_type in set(config.layer_types))
+    width = max(sum(math.prod(shape) for shape in parts.values()) for parts in used)
+    return (
+        PoolSpec(
+            name=KV,
+            layers=tuple(range(config.num_layers)),
+            row_shape=(width,),
+            dtype="float32",
+            tokens_per_row=1,
+            tokens_per_page=NATIVE_PAGE_TOKENS,
+            retention=Full(),
+        ),
+    )
+
+
+def native_row(config: DeepseekV4Config, layer_type: LayerType) -> dict[str, tuple[int, ...]]:
+    """A native row of this type of layer: shapes of its parts in order.
+
+    By the hybrid pool that a part stands in for; where that keeps accumulators, the part is the kv
+    and score that they are made of.
+    """
+    parts: dict[str, tuple[int, ...]] = {SWA_KV: (config.head_dim,)}
+    if layer_type is LayerType.CSA:
+        parts[C4_STATE] = (2, 2 * config.head_dim)
+        parts[C4_INDEX_STATE] = (2, 2 * config.index_head_dim)
+    elif layer_type is LayerType.HCA:
+        parts[C128_STATE] = (2, config.head_dim)
+    return parts

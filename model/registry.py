@@ -6,6 +6,7 @@ Only `load_model` needs torch, so that a planner or a command line can ask the r
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -13,17 +14,19 @@ from typing import TYPE_CHECKING, Any, Protocol
 from sluice.cache.spec import PoolSpec
 from sluice.engine.protocol import ConfigError
 from sluice.model.config import DeepseekV4Config, parse_config, read_json
-from sluice.model.pools import declare
+from sluice.model.dense_config import DENSE_ARCHITECTURES, DenseConfig, parse_dense_config
+from sluice.model.dense_pools import declare_dense
+from sluice.model.pools import declare, declare_native
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
+    from torch import Tensor, dtype
 
     from sluice.model.inputs import ForwardInputs, PoolView
 
-ARCHITECTURES = ("DeepseekV4ForCausalLM",)
 DTYPES = ("float32", "bfloat16")  # of weights, activations and cached vectors
+
+AnyConfig = DeepseekV4Config | DenseConfig
+Specs = tuple[PoolSpec, ...]
 
 
 @dataclass(frozen=True)
@@ -56,12 +59,58 @@ class Model(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Family:
+    """How the checkpoints of some architectures are read, cached and run.
+
+    parse: (config.json's content, its name in errors, architecture) -> config.
+    pools: for each cache path the pools in their default layout; `auto` takes the first.
+    load: (folder, config, specs, dtype, device) -> model; it may import torch.
+    """
+
+    parse: Callable[[Mapping[str, Any], str, str], AnyConfig]
+    pools: Mapping[str, Callable[[Any, str], Specs]]
+    load: Callable[[Path, Any, Specs, dtype, str], Model]
+
+
+def _load_deepseek_v4(
+    path: Path, config: DeepseekV4Config, specs: Specs, dtype: dtype, device: str
+) -> Model:
+    from sluice.model.deepseek_v4 import DeepseekV4
+    from sluice.model.native import planner_for
+
+    plan = planner_for(specs, config, dtype)
+    return DeepseekV4.load(path, config, specs, dtype=dtype, device=device, plan=plan)
+
+
+def _load_dense(path: Path, config: DenseConfig, specs: Specs, dtype: dtype, device: str) -> Model:
+    from sluice.model.dense import DenseModel
+
+    return DenseModel.load(path, config, specs, dtype=dtype, device=device)
+
+
+DEEPSEEK_V4 = Family(
+    parse=lambda data, source, architecture: parse_config(data, source),
+    pools={
+        "hybrid": lambda config, dtype: declare(config, dtype=dtype),
+        "native": lambda config, dtype: declare_native(config),
+    },
+    load=_load_deepseek_v4,
+)
+DENSE = Family(
+    parse=parse_dense_config,
+    pools={"native": lambda config, dtype: declare_dense(config, dtype=dtype)},
+    load=_load_dense,
+)
+FAMILIES = {DeepseekV4Config.architecture: DEEPSEEK_V4} | dict.fromkeys(DENSE_ARCHITECTURES, DENSE)
+
+
 def describe(path: Path) -> ModelInfo:
     """Read a checkpoint folder's config. Raises ConfigError."""
-    architecture, config = _read(path)
+    config = _read(path)
     return ModelInfo(
         name=path.resolve().name,
-        architecture=architecture,
+        architecture=config.architecture,
         max_model_len=config.max_model_len,
         vocab_size=config.vocab_size,
         eos_token_ids=config.eos_token_ids,
@@ -69,52 +118,58 @@ def describe(path: Path) -> ModelInfo:
 
 
 def declare_pools(
-    model: Path | DeepseekV4Config, cache_path: str = "hybrid", dtype: str = "float32"
-) -> tuple[PoolSpec, ...]:
+    model: Path | AnyConfig, cache_path: str = "auto", dtype: str = "float32"
+) -> Specs:
     """The pools of a checkpoint folder or config. Raises ConfigError."""
-    if cache_path != "hybrid":
-        raise ConfigError(f"model.cache_path is {cache_path!r}; DeepSeek-V4 runs on 'hybrid' only")
+    config = _read(model) if isinstance(model, Path) else model
     if dtype not in DTYPES:
         raise ConfigError(f"model.dtype is {dtype!r}, expected one of {', '.join(DTYPES)}")
-    config = model if isinstance(model, DeepseekV4Config) else _read(model)[1]
-    return declare(config, dtype=dtype)
+    pools = FAMILIES[config.architecture].pools
+    chosen = next(iter(pools)) if cache_path == "auto" else cache_path
+    if chosen not in pools:
+        raise ConfigError(
+            f"model.cache_path is {cache_path!r}, but {config.architecture} has "
+            f"{' and '.join(pools)} only; choose that, or leave cache_path out"
+        )
+    return pools[chosen](config, dtype)
 
 
 def load_model(
-    path: Path, *, cache_path: str = "hybrid", dtype: str = "float32", device: str = "cpu"
+    path: Path, *, cache_path: str = "auto", dtype: str = "float32", device: str = "cpu"
 ) -> Model:
     """Load a checkpoint folder. Raises ConfigError naming what does not fit."""
     import torch
 
-    from sluice.model.deepseek_v4 import DeepseekV4
-
-    _, config = _read(path)
+    config = _read(path)
     specs = declare_pools(config, cache_path, dtype)
     specs = tuple(dataclasses.replace(spec, device=device) for spec in specs)
-    return DeepseekV4.load(path, config, specs, dtype=getattr(torch, dtype), device=device)
+    return FAMILIES[config.architecture].load(path, config, specs, getattr(torch, dtype), device)
 
 
-def _read(path: Path) -> tuple[str, DeepseekV4Config]:
-    """Architecture and config of a checkpoint folder."""
+def _read(path: Path) -> AnyConfig:
+    """The config of a checkpoint folder."""
     if not path.is_dir():
-        raise ConfigError(f"model.path is {path}: no such folder; give a checkpoint's folder")
+        raise ConfigError(
+            f"model.path is {path}: no such folder; give a checkpoint's folder, or make one with "
+            "`sluice make-checkpoint FOLDER` or, from GGUF, `sluice import-gguf SOURCE FOLDER`"
+        )
     data = read_json(path / "config.json")
     architecture = _architecture(data, path)
-    config = parse_config(data, source=str(path / "config.json"))
+    config = FAMILIES[architecture].parse(data, str(path / "config.json"), architecture)
     generation = path / "generation_config.json"
     eos = read_json(generation).get("eos_token_id") if generation.exists() else None
     if eos is not None:  # what generation stops at may differ from the config's
         eos_token_ids = tuple(eos) if isinstance(eos, list) else (eos,)
         config = dataclasses.replace(config, eos_token_ids=eos_token_ids)
-    return architecture, config
+    return config
 
 
 def _architecture(data: dict[str, Any], path: Path) -> str:
     names = data.get("architectures") or [data.get("model_type", "none given")]
     for name in names:
-        if name in ARCHITECTURES:
+        if name in FAMILIES:
             return str(name)
     raise ConfigError(
         f"{path / 'config.json'}: architecture {', '.join(map(str, names))} is not supported; "
-        f"known: {', '.join(ARCHITECTURES)}"
+        f"known: {', '.join(FAMILIES)}"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -11,6 +11,7 @@ from sluice.kernels.rope import rotations
 from sluice.model import placement
 from sluice.model.config import DeepseekV4Config, LayerType
 from sluice.model.inputs import ForwardInputs, PoolView
+from sluice.model.placement import Blocks
 from sluice.model.pools import (
     C4_INDEX_K,
     C4_INDEX_STATE,
@@ -20,6 +21,7 @@ from sluice.model.pools import (
     C128_STATE,
     SWA_KV,
 )
+from sluice.model.state import AccumulatedState, RawState, State
 
 Pools = Mapping[str, PoolView]
 
@@ -33,38 +35,43 @@ class RopeFrequencies:
 
 
 @dataclass(frozen=True)
+class StepFrame:
+    """What every slot of a step is found from. Pools are only asked for their layout."""
+
+    inputs: ForwardInputs
+    config: DeepseekV4Config
+    frequencies: RopeFrequencies
+    pools: Pools
+
+
+@dataclass(frozen=True)
 class WindowStep:
     write: Tensor  # [T]
     read: Tensor  # [T, window]
 
 
 @dataclass(frozen=True)
-class OverlapCompressorStep:
-    """Slots for one overlapping compressor: its state by token, its rows by finished block."""
+class CompressorStep:
+    """One compressor's new rows, [n]: where they come from, and where they go."""
 
-    state_write: Tensor  # [T]
-    state_read: Tensor  # [n, 2 * ratio]
+    state: State
+    ape_row: Tensor  # [T], position within the block
+    rows: str  # the pool of the rows
     row_write: Tensor  # [n]
+    row_rotation: Tensor  # [n, rope_dim // 2], at each block's first token
 
 
 @dataclass(frozen=True)
 class CsaStep:
-    compressor: OverlapCompressorStep
-    indexer: OverlapCompressorStep
-    ape_row: Tensor  # [T], position within the block
-    row_rotation: Tensor  # [n, rope_dim // 2], at each block's first token
+    compressor: CompressorStep
+    indexer: CompressorStep
     index_read: Tensor  # [R, num_rows]
     num_visible: Tensor  # [T]
 
 
 @dataclass(frozen=True)
 class HcaStep:
-    block_of_token: Tensor  # [T]
-    ape_row: Tensor  # [T]
-    state_read: Tensor  # [n]
-    state_write: Tensor  # [n]
-    row_write: Tensor  # [n]
-    row_rotation: Tensor  # [n, rope_dim // 2]
+    compressor: CompressorStep
     read: Tensor  # [T, num_rows]
 
 
@@ -72,7 +79,7 @@ class HcaStep:
 class AttentionStep:
     """One step's slots and rotations, shared by all layers; rotations are [T, rope_dim // 2]."""
 
-    inputs: ForwardInputs
+    frame: StepFrame
     rotation: Mapping[LayerType, Tensor]
     window: WindowStep
     csa: CsaStep | None
@@ -84,9 +91,15 @@ class LayerStep:
     """A step as one layer sees it."""
 
     layer: int
-    config: DeepseekV4Config
     step: AttentionStep
-    pools: Pools
+
+    @property
+    def inputs(self) -> ForwardInputs:
+        return self.step.frame.inputs
+
+    @property
+    def config(self) -> DeepseekV4Config:
+        return self.step.frame.config
 
     @property
     def layer_type(self) -> LayerType:
@@ -99,18 +112,29 @@ class LayerStep:
 
     def rows(self, pool: str) -> Tensor:
         """This layer's view [num_pages, rows_per_page, *row_shape] of a pool."""
-        return self.pools[pool].layer(self.layer)
+        return self.step.frame.pools[pool].layer(self.layer)
 
 
-def plan_step(
-    inputs: ForwardInputs, config: DeepseekV4Config, frequencies: RopeFrequencies, pools: Pools
-) -> AttentionStep:
-    """Find all slots of a step. Reads no pool's content."""
-    sliding = rotations(inputs.positions, frequencies.sliding)
-    compressed = rotations(inputs.positions, frequencies.compressed)
-    window = pools[SWA_KV].spec
+Planner = Callable[[StepFrame], AttentionStep]
+
+
+def plan_hybrid(frame: StepFrame) -> AttentionStep:
+    """The step over the hybrid pools: each new compressed row is made once, and stored."""
+    csa, hca = None, None
+    if C4_KV in frame.pools:
+        csa = plan_csa(frame, placement.finished_blocks(frame.inputs, frame.config.csa_ratio))
+    if C128_KV in frame.pools:
+        hca = plan_hca(frame, _accumulating_compressor(frame))
+    return plan_step(frame, csa, hca)
+
+
+def plan_step(frame: StepFrame, csa: CsaStep | None, hca: HcaStep | None) -> AttentionStep:
+    """The whole step, given its compressed parts: the window and the rotations join them."""
+    inputs, config, window = frame.inputs, frame.config, frame.pools[SWA_KV].spec
+    sliding = rotations(inputs.positions, frame.frequencies.sliding)
+    compressed = rotations(inputs.positions, frame.frequencies.compressed)
     return AttentionStep(
-        inputs=inputs,
+        frame=frame,
         rotation={
             LayerType.SLIDING: sliding,
             LayerType.CSA: compressed,
@@ -120,41 +144,58 @@ def plan_step(
             write=placement.token_slots(inputs, window),
             read=placement.window_slots(inputs, window, config.sliding_window),
         ),
-        csa=_plan_csa(inputs, frequencies, pools) if C4_KV in pools else None,
-        hca=_plan_hca(inputs, frequencies, pools) if C128_KV in pools else None,
+        csa=csa,
+        hca=hca,
     )
 
 
-def _plan_csa(inputs: ForwardInputs, frequencies: RopeFrequencies, pools: Pools) -> CsaStep:
-    ratio = pools[C4_KV].spec.tokens_per_row
-    blocks = placement.finished_blocks(inputs, ratio)
-
-    def compressor(state: str, rows: str) -> OverlapCompressorStep:
-        return OverlapCompressorStep(
-            state_write=placement.token_slots(inputs, pools[state].spec),
-            state_read=placement.overlap_slots(inputs, pools[state].spec, blocks),
-            row_write=placement.block_slots(inputs, pools[rows].spec, blocks),
-        )
-
+def plan_csa(frame: StepFrame, blocks: Blocks) -> CsaStep:
+    """What CSA layers do when the rows of `blocks` are to be made."""
+    inputs = frame.inputs
     return CsaStep(
-        compressor=compressor(C4_STATE, C4_KV),
-        indexer=compressor(C4_INDEX_STATE, C4_INDEX_K),
-        ape_row=inputs.positions % ratio,
-        row_rotation=rotations(blocks.first_token, frequencies.compressed),
-        index_read=placement.request_row_slots(inputs, pools[C4_INDEX_K].spec),
-        num_visible=placement.num_visible_rows(inputs, ratio),
+        compressor=raw_compressor(frame, blocks, C4_STATE, C4_KV, overlap=1),
+        indexer=raw_compressor(frame, blocks, C4_INDEX_STATE, C4_INDEX_K, overlap=1),
+        index_read=placement.request_row_slots(inputs, frame.pools[C4_INDEX_K].spec),
+        num_visible=placement.num_visible_rows(inputs, blocks.ratio),
     )
 
 
-def _plan_hca(inputs: ForwardInputs, frequencies: RopeFrequencies, pools: Pools) -> HcaStep:
-    state, rows = pools[C128_STATE].spec, pools[C128_KV].spec
+def plan_hca(frame: StepFrame, compressor: CompressorStep) -> HcaStep:
+    """What HCA layers do, given how they compress."""
+    return HcaStep(compressor, placement.visible_row_slots(frame.inputs, frame.pools[C128_KV].spec))
+
+
+def raw_compressor(
+    frame: StepFrame, blocks: Blocks, state: str, rows: str, *, overlap: int
+) -> CompressorStep:
+    """Make the rows of `blocks` from the raw tokens of each, and of `overlap` blocks before it.
+
+    state, rows: names of the pools.
+    """
+    tokens = frame.pools[state].spec
+    read = placement.block_token_slots(frame.inputs, tokens, blocks, overlap)
+    write = placement.token_slots(frame.inputs, tokens)
+    return CompressorStep(
+        state=RawState(state, write=write, read=read, overlap=overlap > 0),
+        ape_row=frame.inputs.positions % blocks.ratio,
+        rows=rows,
+        row_write=placement.block_slots(frame.inputs, frame.pools[rows].spec, blocks),
+        row_rotation=rotations(blocks.first_token, frame.frequencies.compressed),
+    )
+
+
+def _accumulating_compressor(frame: StepFrame) -> CompressorStep:
+    inputs, state, rows = frame.inputs, frame.pools[C128_STATE].spec, frame.pools[C128_KV].spec
     blocks, block_of_token = placement.touched_blocks(inputs, rows.tokens_per_row)
-    return HcaStep(
-        block_of_token=block_of_token,
-        ape_row=inputs.positions % rows.tokens_per_row,
-        state_read=placement.earlier_block_slots(inputs, state, blocks),
-        state_write=placement.unfinished_block_slots(inputs, state, blocks),
+    return CompressorStep(
+        state=AccumulatedState(
+            C128_STATE,
+            read=placement.earlier_block_slots(inputs, state, blocks),
+            write=placement.unfinished_block_slots(inputs, state, blocks),
+            block_of_token=block_of_token,
+        ),
+        ape_row=inputs.positions % blocks.ratio,
+        rows=C128_KV,
         row_write=placement.finished_block_slots(inputs, rows, blocks),
-        row_rotation=rotations(blocks.first_token, frequencies.compressed),
-        read=placement.visible_row_slots(inputs, rows),
+        row_rotation=rotations(blocks.first_token, frame.frequencies.compressed),
     )

@@ -2,7 +2,13 @@
 
 import torch
 
-from sluice.kernels.compressor import accumulate_blocks, close_blocks, compress_overlapping
+from sluice.kernels import compressor
+from sluice.kernels.compressor import (
+    accumulate_blocks,
+    close_blocks,
+    compress_overlapping,
+    compress_raw,
+)
 
 
 def test_overlapping_rows_equal_their_definition():
@@ -22,6 +28,28 @@ def test_overlapping_rows_equal_their_definition():
         kv, score = torch.stack(parts).unbind(1)
         torch.testing.assert_close(rows[block], (kv * score.softmax(0)).sum(0))
     assert (rows[2] == 0).all(), "padding gives zeros"
+
+
+def test_raw_rows_equal_their_definition():
+    """From a part of wider rows, as the native path keeps them."""
+    dim, ratio = 5, 16
+    pool = torch.randn(7, 2, 8, 3 + 2 * dim)
+    pool[0] = torch.nan
+    slots = torch.stack([*(torch.randperm(48) + 8)[:32].split(ratio), torch.full((ratio,), -1)])
+    rows = compress_raw(pool[:, 1, :, 3:].unflatten(-1, (2, dim)), slots)
+    for block in range(2):
+        kv, score = pool[slots[block] // 8, 1, slots[block] % 8, 3:].split(dim, dim=1)
+        torch.testing.assert_close(rows[block], (kv * score.softmax(0)).sum(0))
+    assert (rows[2] == 0).all(), "padding gives zeros"
+
+
+def test_tiles_of_blocks_give_the_same(monkeypatch):
+    pool = torch.randn(6, 2, 8, 2, 10)
+    slots = torch.randint(8, 48, (9, 8))
+    expected = compress_overlapping(pool[:, 0], slots), compress_raw(pool[:, 0], slots)
+    monkeypatch.setattr(compressor, "MAX_GATHERED_ELEMENTS", 2 * 8 * 20)
+    assert torch.equal(compress_overlapping(pool[:, 0], slots), expected[0])
+    assert torch.equal(compress_raw(pool[:, 0], slots), expected[1])
 
 
 def test_accumulators_do_not_depend_on_how_a_block_arrives():

@@ -35,6 +35,16 @@ def test_gather_takes_slots_of_any_shape(pool):
     assert (gathered[slots < 0] == 0).all(), "NaN of the null page must not come through"
 
 
+def test_a_part_of_each_row_is_written_and_gathered_alone():
+    pool = torch.randn(7, 3, 5, 11)
+    before, part = pool.clone(), pool[:, 1, :, 4:10].unflatten(-1, (2, 3))
+    slots, values = torch.tensor([7, 34]), torch.randn(2, 2, 3)
+    write_rows(part, slots, values)
+    assert torch.equal(gather_rows(part, slots), values)
+    before[slots // 5, 1, slots % 5, 4:10] = values.flatten(1)
+    assert torch.equal(pool, before), "only the part, of one layer, may change"
+
+
 @pytest.mark.parametrize("num_rows", [0, 1])
 def test_empty_slots_are_fine(pool, num_rows):
     slots = torch.zeros(4, 0, dtype=torch.int64)

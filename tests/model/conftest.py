@@ -12,6 +12,8 @@ from sluice.model.inputs import ForwardInputs
 from sluice.model.make_checkpoint import make_checkpoint
 from sluice.model.registry import load_model
 
+MAX_TOKENS = 3000  # of all requests together: no test has more, and large pools take time to fill
+
 
 class Driver:
     """Holds exactly the pages that specs prescribe, at random places.
@@ -24,9 +26,11 @@ class Driver:
         self.model = model
         self.specs = specs or model.specs
         self.tables = tables_of(self.specs)
-        self.pools = allocate_pools(self.specs, dict.fromkeys(self.tables, num_pages))
+        enough = {table: 8 + MAX_TOKENS // table.tokens_per_page for table in self.tables}
+        pages = {table: min(num_pages, enough[table]) for table in self.tables}
+        self.pools = allocate_pools(self.specs, pages)
         self.random = random.Random(seed)
-        self.free = {table: list(range(1, num_pages + 1)) for table in self.tables}
+        self.free = {table: list(range(1, pages[table] + 1)) for table in self.tables}
         self.held = {}  # request -> table -> {logical page: physical page}
         self.num_computed = {}
         for table in self.tables:
@@ -105,8 +109,13 @@ def driver():
     return Driver
 
 
+@pytest.fixture(params=["hybrid", "native"])
+def cache_path(request):
+    return request.param
+
+
 @pytest.fixture
-def oracle(tmp_path):
+def oracle(tmp_path, cache_path):
     """(config, seed) -> our model and transformers' full forward of the same checkpoint."""
     from transformers import DeepseekV4ForCausalLM
     from transformers.utils import logging
@@ -123,7 +132,7 @@ def oracle(tmp_path):
         def full_forward(ids):
             return reference(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
 
-        return load_model(tmp_path), full_forward
+        return load_model(tmp_path, cache_path=cache_path), full_forward
 
     return make
 

@@ -103,8 +103,8 @@ def write_config(folder, change):
 
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path):
-    write_config(tmp_path, {"architectures": ["LlamaForCausalLM"]})
-    with pytest.raises(ConfigError, match="LlamaForCausalLM.*known: DeepseekV4ForCausalLM"):
+    write_config(tmp_path, {"architectures": ["GPT2LMHeadModel"]})
+    with pytest.raises(ConfigError, match="GPT2LMHeadModel.*known: DeepseekV4ForCausalLM"):
         describe(tmp_path)
 
 
@@ -128,9 +128,9 @@ def test_describe_reads_what_generation_stops_at(tmp_path):
     assert info.max_model_len == TINY.max_model_len
 
 
-def test_the_native_path_is_refused():
-    with pytest.raises(ConfigError, match="cache_path is 'native'"):
-        declare_pools(TINY, "native")
+def test_an_unknown_cache_path_is_refused_with_the_known_ones():
+    with pytest.raises(ConfigError, match="cache_path is 'seven'.*has hybrid and native only"):
+        declare_pools(TINY, "seven")
 
 
 def test_pools_can_be_planned_without_torch():

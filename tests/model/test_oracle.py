@@ -71,6 +71,15 @@ def test_logits_equal_the_oracle_at_any_chunking(seed, oracle, driver, relayout)
         assert error < TOLERANCE, f"{name} {sizes}: logits differ by {error} for {config}"
 
 
+@pytest.mark.parametrize("kind", LayerType)
+def test_models_without_some_kinds_of_layers_equal_the_oracle(kind, oracle, driver):
+    config = dataclasses.replace(TINY, layer_types=(kind,) * 2, mlp_types=TINY.mlp_types[1:3])
+    model, full_forward = oracle(config, 9)
+    ids = [(i * 37) % TINY.vocab_size for i in range(50)]
+    logits = driver(model).run("r", ids, [33, 1, 16])
+    torch.testing.assert_close(logits, full_forward(ids), atol=TOLERANCE, rtol=0)
+
+
 def test_token_by_token_from_nothing_equals_the_oracle(oracle, driver):
     model, full_forward = oracle(TINY, 3)
     ids = [random.Random(3).randrange(TINY.vocab_size) for _ in range(70)]
