@@ -7,20 +7,16 @@ benchmarks/results/payload.csv.
 
 from __future__ import annotations
 
-import csv
-import datetime
-import platform
-import subprocess
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
-from typing import Literal
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from sluice.benchmarks.provenance import RESULTS, print_provenance, provenance, write_csv
 from sluice.cache.spec import PoolSpec, TableSpec, tables_of
 from sluice.engine.protocol import PageRun
 from sluice.model.presets import preset_pools
@@ -30,7 +26,7 @@ MODEL = "v4-flash"
 LENGTHS = (127, 128, 1_000, 8_191, 8_192, 131_072)
 COMPARED_TOKENS = 8_192
 LONG_TOKENS, MAX_DESCRIPTORS = 131_072, 2_000
-RESULTS = Path(__file__).parent / "results" / "payload.csv"
+CSV = RESULTS / "payload.csv"
 
 # Computed from the pool layouts of SGLang 0.5.23 (whole pages, fp8 index rows, raw C128 state):
 # the request ends at a page border, or just does not.
@@ -146,47 +142,22 @@ def _comparison_table() -> Table:
     return table
 
 
-def _git(*arguments: str) -> str:
-    """What git says about the checkout, or "unknown" outside of one."""
-    command = ["git", "-C", str(Path(__file__).parent), *arguments]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return done.stdout.strip()
-
-
-def _provenance() -> dict[str, str]:
-    return {
-        "command": "python -m sluice.benchmarks.payload",
-        "commit": _git("rev-parse", "--short", "HEAD"),
-        "machine": f"{platform.machine()} {platform.system()}, Python {platform.python_version()}",
-        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-    }
-
-
-def write_csv(path: Path, provenance: dict[str, str]) -> None:
+def result_rows() -> Iterator[dict[str, Any]]:
     """Every length, placement and indexer storage, one pool a line."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        names = [*provenance, *(field.name for field in fields(Payload))]
-        writer = csv.DictWriter(file, names, lineterminator="\n")
-        writer.writeheader()
-        storages: tuple[Indexer, ...] = ("fp4", "fp8")
-        placements: tuple[Placement, ...] = ("contiguous", "scattered")
-        for index_storage in storages:
-            for num_tokens in LENGTHS:
-                for placement in placements:
-                    for payload in measure(index_storage, num_tokens, placement):
-                        writer.writerow(provenance | asdict(payload))
+    storages: tuple[Indexer, ...] = ("fp4", "fp8")
+    placements: tuple[Placement, ...] = ("contiguous", "scattered")
+    for index_storage in storages:
+        for num_tokens in LENGTHS:
+            for placement in placements:
+                for payload in measure(index_storage, num_tokens, placement):
+                    yield asdict(payload)
 
 
 def main() -> int:
     """Print the tables and write the CSV; 1 if a long request needs too many descriptors."""
     console = Console()
-    provenance = _provenance()
-    for key, value in provenance.items():
-        console.print(f"{key}: {value}")
+    origin = provenance("python -m sluice.benchmarks.payload")
+    print_provenance(console, origin)
     for num_tokens in LENGTHS:
         console.print(_length_table(num_tokens))
     console.print(_comparison_table())
@@ -198,8 +169,8 @@ def main() -> int:
         f"{LONG_TOKENS:,} tokens, scattered pages: {needed:,} descriptors (limit "
         f"{MAX_DESCRIPTORS:,}); one for each layer and page would be {by_layer:,}"
     )
-    write_csv(RESULTS, provenance)
-    console.print(f"written: {RESULTS.relative_to(Path(__file__).parents[1])}")
+    write_csv(CSV, origin, result_rows())
+    console.print(f"written: {CSV}")
     return 0 if needed <= MAX_DESCRIPTORS else 1
 
 

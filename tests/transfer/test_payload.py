@@ -5,6 +5,7 @@ import csv
 import pytest
 
 from sluice.benchmarks import payload
+from sluice.benchmarks.provenance import write_csv
 
 
 @pytest.mark.parametrize("num_tokens", [1, 127, 128, 129, 1_000, 8_191, 8_192, 8_193])
@@ -24,7 +25,7 @@ def test_the_payload_is_below_the_smallest_that_is_published():
 
 
 def test_the_csv_has_a_line_for_each_pool_length_and_placement(tmp_path):
-    payload.write_csv(tmp_path / "payload.csv", {"commit": "abc"})
+    write_csv(tmp_path / "payload.csv", {"commit": "abc"}, payload.result_rows())
     with (tmp_path / "payload.csv").open() as file:
         lines = list(csv.DictReader(file))
     num_pools = len(payload.measure("fp4", 1, "contiguous"))
