@@ -98,7 +98,8 @@ async def run(requests: list[GenerateRequest], decode_pages: int | None) -> Run:
     service.set_nodes([AsyncPrefill(prefill)], [AsyncDecode(decode)])
     started = time.perf_counter()
     try:
-        with tqdm(total=sum(r.sampling.max_tokens for r in requests), unit="token") as bar:
+        total = sum(r.sampling.max_tokens for r in requests)
+        with tqdm(total=total, unit="token", disable=None) as bar:
             tokens = await asyncio.gather(*(_answer(service, r, bar) for r in requests))
         preemptions = service.metrics.retries.labels("preempted")._value.get()
         return Run(tokens, time.perf_counter() - started, int(preemptions))
