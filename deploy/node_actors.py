@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
@@ -52,14 +53,16 @@ def only_our_errors(method: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[
             return await method(*args, **kwargs)
         except SluiceError:
             raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - its words go on as a NodeError
             raise NodeError(f"{type(error).__name__}: {error}") from None
 
     return guarded
 
 
-class NodeActor:
+class NodeActor(ABC):
     """What both kinds of node have in common."""
+
+    _face: AsyncPrefill | AsyncDecode
 
     def __init__(self, config: SluiceConfig, node_id: str, num_threads: int) -> None:
         # OpenMP reads it once, when torch is loaded, and applies it to every thread of the node.
@@ -67,12 +70,38 @@ class NodeActor:
         log_to_stderr()
         self._config = config
         self._node_id = node_id
+        self._running = False
         self._stopped = asyncio.Event()
+
+    @only_our_errors
+    async def start(self) -> NodeInfo:
+        """Load the model and start the node. Raises ConfigError."""
+        self._face = await asyncio.to_thread(self._load)
+        self._face.node.start()
+        self._running = True
+        return self._face.info
+
+    @abstractmethod
+    def _load(self) -> AsyncPrefill | AsyncDecode:
+        """Import the node's code and build the node; runs in a thread."""
+
+    @only_our_errors
+    async def status(self, router_id: str) -> NodeStatus:
+        return await self._face.status(router_id)
 
     async def alive(self) -> None:
         """Return when the node was stopped; the call fails when the process dies."""
         await self._stopped.wait()
 
+    @only_our_errors
+    async def stop(self) -> None:
+        """End the node's loop; what still runs fails with NodeLost at its callers."""
+        if self._running:
+            self._running = False
+            await asyncio.to_thread(self._face.node.stop)
+        self._stopped.set()
+
+    @property
     def _host(self) -> str:
         return str(ray.util.get_node_ip_address())
 
@@ -82,19 +111,11 @@ class PrefillActor(NodeActor):
 
     _face: AsyncPrefill
 
-    @only_our_errors
-    async def start(self) -> NodeInfo:
-        """Load the model and start the node. Raises ConfigError."""
-        self._face = await asyncio.to_thread(self._load)
-        return self._face.info
-
     def _load(self) -> AsyncPrefill:
         from sluice.prefill_node.client import AsyncPrefill
         from sluice.prefill_node.node import PrefillNode
 
-        node = PrefillNode.load(self._config, self._node_id, self._host())
-        node.start()
-        return AsyncPrefill(node)
+        return AsyncPrefill(PrefillNode.load(self._config, self._node_id, self._host))
 
     @only_our_errors
     async def connect(self, peer: NodeInfo) -> None:
@@ -112,34 +133,17 @@ class PrefillActor(NodeActor):
     async def abort(self, request_id: str) -> None:
         await self._face.abort(request_id)
 
-    @only_our_errors
-    async def status(self, router_id: str) -> NodeStatus:
-        return await self._face.status(router_id)
-
-    @only_our_errors
-    async def stop(self) -> None:
-        await asyncio.to_thread(self._face.node.stop)
-        self._stopped.set()
-
 
 class DecodeActor(NodeActor):
     """A decode node behind Ray calls."""
 
     _face: AsyncDecode
 
-    @only_our_errors
-    async def start(self) -> NodeInfo:
-        """Load the model and start the node. Raises ConfigError."""
-        self._face = await asyncio.to_thread(self._load)
-        return self._face.info
-
     def _load(self) -> AsyncDecode:
         from sluice.decode_node.client import AsyncDecode
         from sluice.decode_node.node import DecodeNode
 
-        node = DecodeNode.load(self._config, self._node_id, self._host())
-        node.start()
-        return AsyncDecode(node)
+        return AsyncDecode(DecodeNode.load(self._config, self._node_id, self._host))
 
     @only_our_errors
     async def reserve(self, request: GenerateRequest, router_id: str) -> PageGrant:
@@ -152,12 +156,3 @@ class DecodeActor(NodeActor):
     async def tokens(self, router_id: str) -> AsyncIterator[list[TokenChunk]]:
         async for step in self._face.tokens(router_id):
             yield step
-
-    @only_our_errors
-    async def status(self, router_id: str) -> NodeStatus:
-        return await self._face.status(router_id)
-
-    @only_our_errors
-    async def stop(self) -> None:
-        await asyncio.to_thread(self._face.node.stop)
-        self._stopped.set()

@@ -1,8 +1,8 @@
 """Ray's exceptions mapped to ours, at the border where a call leaves for another process.
 
-    the process or its host is gone, or the call was dropped  ->  NodeLost
-    the method raised one of our errors                       ->  that error
-    the method raised anything else                           ->  NodeError with its words
+the process or its host is gone, or the call was dropped  ->  NodeLost
+the method raised one of our errors                       ->  that error
+the method raised anything else                           ->  NodeError with its words
 """
 
 from __future__ import annotations

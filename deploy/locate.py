@@ -1,0 +1,53 @@
+"""Finds the deployment that a command means, and the key to talk to it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sluice.deploy import state
+from sluice.deploy.http_client import RouterClient
+from sluice.engine.config import load_config
+from sluice.engine.protocol import ConfigError, Unavailable
+from sluice.router.auth import read_api_keys
+
+
+def deployment(namespace: str | None) -> state.Deployment:
+    """The deployment of this name, or the only one that runs. Raises ConfigError."""
+    if namespace is None:
+        namespace = _only_one()
+    found = state.find(namespace)
+    if found is None:
+        others = ", ".join(state.running()) or "none"
+        raise ConfigError(
+            f"no deployment {namespace!r} is running (running: {others}); "
+            "start one with `sluice up CONFIG`"
+        )
+    return found
+
+
+def router(url: str | None, namespace: str | None, api_key: str | None) -> RouterClient:
+    """A client for the given URL, or for the deployment found by name."""
+    if url is not None:
+        return RouterClient(url, api_key)
+    found = deployment(namespace)
+    if not found.url:
+        raise Unavailable(
+            f"deployment {found.namespace!r} is still starting (pid {found.pid}); "
+            "try again in a few seconds"
+        )
+    return RouterClient(found.url, api_key or _first_key(Path(found.config)))
+
+
+def _only_one() -> str:
+    names = state.running()
+    if len(names) > 1:
+        raise ConfigError(f"several deployments run: {', '.join(names)}; choose with --namespace")
+    if not names:
+        raise ConfigError("no deployment is running; start one with `sluice up CONFIG`")
+    return names[0]
+
+
+def _first_key(config_path: Path) -> str | None:
+    """A key from the deployment's own key file, which its owner may read."""
+    keys = read_api_keys(load_config(config_path).router.api_keys_file)
+    return keys[0].decode() if keys else None

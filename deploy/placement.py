@@ -1,0 +1,68 @@
+"""Where processes go: on hosts that offer a role's resource, or wherever CPUs and GPUs are free.
+
+A host of the cluster takes part in placement by role when it is started with one of the custom
+resources `prefill`, `decode` or `router`, for example `ray start --resources '{"prefill": 2}'`.
+The number says how many processes of the role the host takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sluice.engine.config import RoleConfig, SluiceConfig
+from sluice.engine.protocol import ConfigError, Role
+
+ROUTER = "router"
+MAX_CALLS = 8192  # calls that run at once in one actor: far above any queue limit
+
+
+def node_options(role: Role, config: RoleConfig, cluster: Mapping[str, float]) -> dict[str, Any]:
+    """Ray's options for an actor that runs a node. `cluster`: the cluster's total resources."""
+    return {
+        "num_cpus": config.num_cpus,
+        "num_gpus": config.num_gpus,
+        "resources": _role_resource(role, cluster),
+        "max_concurrency": MAX_CALLS,
+    }
+
+
+def router_options(cluster: Mapping[str, float]) -> dict[str, Any]:
+    """Ray's options for the router's actor."""
+    return {
+        "num_cpus": 1,
+        "resources": _role_resource(ROUTER, cluster),
+        "max_concurrency": MAX_CALLS,
+    }
+
+
+def unplaced_roles(cluster: Mapping[str, float]) -> list[str]:
+    """Roles that no host of the cluster offers a resource for."""
+    return [role for role in (*Role, ROUTER) if role not in cluster]
+
+
+def embedded_cpus(config: SluiceConfig, host_cpus: int) -> int:
+    """Logical CPUs of a Ray of our own: enough for every node that scaling allows.
+
+    On one machine the operating system shares the cores; Ray's count only must not be what keeps
+    a node from starting.
+    """
+    roles = (config.prefill, config.decode)
+    return host_cpus + 1 + sum(role.max_replicas * role.num_cpus for role in roles)
+
+
+def check_gpus(config: SluiceConfig, cluster: Mapping[str, float]) -> None:
+    """Raise ConfigError if the nodes to start with need more GPUs than there are."""
+    roles = {Role.PREFILL: config.prefill, Role.DECODE: config.decode}
+    needed = sum(role.replicas * role.num_gpus for role in roles.values())
+    found = int(cluster.get("GPU", 0))
+    if needed > found:
+        parts = ", ".join(f"{n}: {r.replicas} x {r.num_gpus}" for n, r in roles.items())
+        raise ConfigError(
+            f"the nodes need {needed} GPU(s) ({parts}), this machine has {found}; "
+            "lower replicas or num_gpus, or set device: cpu and num_gpus: 0"
+        )
+
+
+def _role_resource(role: str, cluster: Mapping[str, float]) -> dict[str, float]:
+    return {str(role): 1.0} if role in cluster else {}

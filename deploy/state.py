@@ -1,0 +1,132 @@
+"""What runs on this machine: one folder per namespace with a lock, a record and a log.
+
+$XDG_STATE_HOME/sluice/<namespace>/     (default: ~/.local/state/sluice/<namespace>/)
+    lock              held by the supervisor as long as it lives, so that a record left behind
+                      by a killed one is recognised, whatever process has its number now
+    deployment.json   the record: where it is and who supervises it
+    up.log            what a detached supervisor printed
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO
+
+from sluice.engine.protocol import ConfigError
+
+LOCK_TRIES = 5
+LOCK_RETRY_S = 0.02
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """The record of a deployment. `url` is empty until the router serves."""
+
+    namespace: str
+    pid: int
+    config: str
+    model: str  # its name in the API
+    url: str = ""
+    ray_address: str = ""
+    ready: bool = False  # every node that the config asks for has been up
+
+
+def folder(namespace: str) -> Path:
+    root = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(root) / "sluice" / namespace
+
+
+def log_file(namespace: str) -> Path:
+    return folder(namespace) / "up.log"
+
+
+@contextmanager
+def hold(namespace: str) -> Iterator[None]:
+    """Be the supervisor of the namespace for the block; the record goes with it.
+
+    Raises ConfigError if another process is.
+    """
+    where = folder(namespace)
+    where.mkdir(parents=True, exist_ok=True)
+    with (where / "lock").open("w") as lock:
+        _lock(lock, namespace)
+        try:
+            yield
+        finally:
+            _record(namespace).unlink(missing_ok=True)
+
+
+def write(deployment: Deployment) -> None:
+    """Replace the record; call it inside `hold`."""
+    record = _record(deployment.namespace)
+    draft = record.with_suffix(".new")
+    draft.write_text(json.dumps(asdict(deployment), indent=2) + "\n")
+    draft.replace(record)  # readers see the old or the new one, never half of it
+
+
+def find(namespace: str) -> Deployment | None:
+    """The deployment that runs under this name, or None; a stale record counts as none.
+
+    Raises ConfigError if another version of this project wrote the record.
+    """
+    if not is_held(namespace):
+        return None
+    record = _record(namespace)
+    try:
+        return Deployment(**json.loads(record.read_text()))
+    except FileNotFoundError:
+        return None
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{record}: {error}; another version of sluice has written it, use that one, or end "
+            "the process whose pid it names"
+        ) from error
+
+
+def running() -> list[str]:
+    """Namespaces that a supervisor holds."""
+    root = folder("x").parent
+    return sorted(p.name for p in root.iterdir() if is_held(p.name)) if root.is_dir() else []
+
+
+def is_held(namespace: str) -> bool:
+    """Whether a supervisor of this namespace lives."""
+    try:
+        with (folder(namespace) / "lock").open("r") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+
+
+def _lock(lock: IO[str], namespace: str) -> None:
+    """Take the lock. Tried more than once: `is_held` takes it for an instant to look."""
+    for _ in range(LOCK_TRIES):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            time.sleep(LOCK_RETRY_S)
+    raise ConfigError(_already(namespace))
+
+
+def _record(namespace: str) -> Path:
+    return folder(namespace) / "deployment.json"
+
+
+def _already(namespace: str) -> str:
+    found = find(namespace)
+    where = f" (pid {found.pid}, {found.url or 'starting'})" if found else ""
+    return (
+        f"deployment {namespace!r} is already running{where}; end it with "
+        f"`sluice down --namespace {namespace}` or start this one under another --namespace"
+    )
