@@ -14,7 +14,6 @@ import asyncio
 import random
 import sys
 import time
-import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,41 +24,17 @@ from rich.table import Table
 from tqdm import tqdm
 
 from sluice.benchmarks.provenance import RESULTS, print_provenance, provenance, write_csv
-from sluice.cache.spec import tables_of
-from sluice.decode_node.client import AsyncDecode
-from sluice.decode_node.node import DecodeNode
-from sluice.engine.config import parse_config
-from sluice.engine.protocol import (
-    ClusterState,
-    GenerateRequest,
-    InvalidRequest,
-    Role,
-    SamplingParams,
-)
+from sluice.deploy.in_process import InProcess
+from sluice.engine.config import RoleConfig, SluiceConfig, parse_config
+from sluice.engine.protocol import GenerateRequest, Role, SamplingParams
 from sluice.engine.runner import Runner
-from sluice.model.registry import load_model
-from sluice.prefill_node.client import AsyncPrefill
-from sluice.prefill_node.node import PrefillNode
+from sluice.model.registry import Model, load_model
 from sluice.router.service import RouterService
-from sluice.transfer.local_transport import LocalTransport
 
 MODEL = Path(__file__).parents[1] / "deploy" / "models" / "tiny-v4"
 PROMPT_TOKENS = 50
 AMPLE_BYTES = 256 << 20
 TIMEOUT_S = 3600.0
-
-
-class FixedCluster:
-    """Two nodes that nobody scales."""
-
-    async def state(self) -> ClusterState:
-        return ClusterState({})
-
-    async def scale(self, role: Role, replicas: int) -> None:
-        raise InvalidRequest(f"{role}: the benchmark's nodes are fixed")
-
-    async def drain(self, node_id: str) -> None:
-        raise InvalidRequest(f"{node_id}: the benchmark's nodes are fixed")
 
 
 @dataclass(frozen=True)
@@ -73,7 +48,6 @@ class Run:
 
 async def run(requests: list[GenerateRequest], decode_pages: int | None) -> Run:
     """Answer all requests at once; decode_pages: of each Full table, or ample memory."""
-    model = load_model(MODEL)
     common = {"max_running_requests": len(requests), "cache_bytes": AMPLE_BYTES}
     config = parse_config(
         {
@@ -83,43 +57,38 @@ async def run(requests: list[GenerateRequest], decode_pages: int | None) -> Run:
             "router": {"request_timeout_s": TIMEOUT_S},
         }
     )
-    prefill_runner = Runner.around(model, config, Role.PREFILL)
-    decode_runner = Runner.around(model, config, Role.DECODE)
-    if decode_pages is not None:
-        decode_runner = _with_pages(decode_runner, config.decode.model_copy(), decode_pages)
-    tag = uuid.uuid4().hex
-    prefill = PrefillNode(prefill_runner, LocalTransport(f"p{tag}"), config, "prefill-0", "here")
-    decode = DecodeNode(decode_runner, LocalTransport(f"d{tag}"), config, "decode-0", "here")
-    prefill.start()
-    decode.start()
-    await asyncio.wrap_future(prefill.connect(decode.info))
-    service = RouterService(config, FixedCluster())
-    await service.start()
-    service.set_nodes([AsyncPrefill(prefill)], [AsyncDecode(decode)])
-    started = time.perf_counter()
-    try:
+
+    def runner_of(model: Model, config: SluiceConfig, role: Role) -> Runner:
+        runner = Runner.around(model, config, role)
+        if role is Role.DECODE and decode_pages is not None:
+            return _with_pages(runner, config.decode, decode_pages)
+        return runner
+
+    async with InProcess(config, runner_of) as cluster:
+        started = time.perf_counter()
         total = sum(r.sampling.max_tokens for r in requests)
         with tqdm(total=total, unit="token", disable=None) as bar:
-            tokens = await asyncio.gather(*(_answer(service, r, bar) for r in requests))
-        preemptions = service.metrics.retries.labels("preempted")._value.get()
-        return Run(tokens, time.perf_counter() - started, int(preemptions))
-    finally:
-        await service.stop(limit_s=5)
-        decode.stop()
-        prefill.stop()
+            tokens = await asyncio.gather(*(_answer(cluster.service, r, bar) for r in requests))
+        seconds = time.perf_counter() - started
+        return Run(tokens, seconds, _preemptions(cluster.service))
 
 
-def _with_pages(runner: Runner, role: Any, num_pages: int) -> Runner:
-    """The runner again, with memory for `num_pages` pages of each Full table."""
-    full = [spec for spec in runner.specs if spec.table.keeps_all]
-    page_bytes = sum(spec.page_bytes for spec in full)
-    bounded_bytes = sum(
-        (runner.manager.num_pages[table] + 1) * spec.page_bytes
-        for spec in runner.specs
-        for table in tables_of([spec])
-        if not table.keeps_all
+def _preemptions(service: RouterService) -> int:
+    samples = [s for family in service.metrics.retries.collect() for s in family.samples]
+    return sum(
+        int(s.value)
+        for s in samples
+        if s.name.endswith("_total") and s.labels["reason"] == "preempted"
     )
-    cache_bytes = bounded_bytes + (num_pages + 1) * page_bytes
+
+
+def _with_pages(runner: Runner, role: RoleConfig, num_pages: int) -> Runner:
+    """The runner again, with memory for `num_pages` pages of each Full table."""
+    pages = {
+        table: num_pages if table.keeps_all else count
+        for table, count in runner.manager.num_pages.items()
+    }
+    cache_bytes = sum((pages[spec.table] + 1) * spec.page_bytes for spec in runner.specs)
     return Runner(
         runner.model,
         role.model_copy(update={"cache_bytes": cache_bytes}),

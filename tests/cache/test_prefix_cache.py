@@ -14,7 +14,7 @@ from sluice.cache.manager import CacheManager, NoRoom
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from simulated_pools import SPECS, SimulatedPools  # noqa: E402
+from simulated_pools import SPECS, SimulatedPools
 
 STEP_TOKENS, MAX_REQUESTS, MAX_LEN = 24, 3, 200
 NUM_EXAMPLES = int(os.environ.get("MANAGER_EXAMPLES", "100"))  # of 100 steps each
@@ -187,7 +187,7 @@ def test_another_salt_shares_nothing():
 
 def test_decode_finds_history_that_another_request_left():
     driver = Driver(make_manager())
-    holder, num_cached = driver.receive([1] * 40)
+    _, num_cached = driver.receive([1] * 40)
     assert num_cached == 0
     _, num_cached = driver.receive([1] * 40 + [2])
     assert num_cached == 32
