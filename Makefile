@@ -8,8 +8,9 @@ BIN    := $(VENV)/bin
 demo: install
 	$(BIN)/python -m sluice.deploy.demo
 
+# Two workers, a file's tests on one of them: half of the time goes into waiting for processes.
 test: install lint
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
 
 check: lint test
 
