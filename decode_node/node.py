@@ -24,6 +24,7 @@ from sluice.cache.manager import NoRoom
 from sluice.cache.spec import TableSpec
 from sluice.decode_node.grants import Grants, Stream
 from sluice.decode_node.outbox import Outbox, Sink
+from sluice.engine.choice import Choice, choose
 from sluice.engine.config import SluiceConfig
 from sluice.engine.loop import LoopThread
 from sluice.engine.metrics import NodeMetrics
@@ -37,9 +38,7 @@ from sluice.engine.protocol import (
     Role,
     TokenChunk,
 )
-from sluice.engine.request import Request
 from sluice.engine.runner import Runner
-from sluice.engine.sampler import sample
 from sluice.transfer.receiver import Arrival, Receiver
 from sluice.transfer.transport import Transport, make_transport
 
@@ -87,7 +86,10 @@ class DecodeNode:
         self._receiver.close()
 
     def reserve(self, request: GenerateRequest, router_id: str) -> Future[PageGrant]:
-        """Take pages in every pool for the prompt and some of the output. Raises Refused."""
+        """Take pages in every pool for the prompt and some of the output.
+
+        Raises Refused, or InvalidRequest for a JSON schema that cannot be followed.
+        """
         return self._loop.call(lambda: self._reserve(request, router_id))
 
     def release(self, grant_id: str, *, in_flight: bool) -> Future[None]:
@@ -122,7 +124,7 @@ class DecodeNode:
         manager = self.runner.manager
         self._routers[router_id] = time.monotonic()
         grant_id = f"{request.request_id}.{uuid.uuid4().hex[:8]}"
-        state = Request.of(request, grant_id)
+        state = self.runner.take(request, grant_id)
         num_tokens = len(state.token_ids)
         keys = manager.keys_of(state.token_ids, request.cache_salt)
         history = manager.find_history(keys)
@@ -233,14 +235,11 @@ class DecodeNode:
             for stream in streams:
                 self._end(stream, error=f"decode step failed: {error}")
             return
-        requests = [stream.request for stream in streams]
-        tokens = sample(
-            logits, [r.sampling for r in requests], [r.num_output_tokens for r in requests]
-        )
+        choices = choose(logits, [stream.request for stream in streams])
         self.metrics.step_seconds.observe(time.perf_counter() - started)
-        self.metrics.computed_tokens.labels("decode").inc(len(tokens))
-        for stream, token in zip(streams, tokens, strict=True):
-            self._emit(stream, token)
+        self.metrics.computed_tokens.labels("decode").inc(len(choices))
+        for stream, choice in zip(streams, choices, strict=True):
+            self._emit(stream, choice)
 
     def _make_room(self) -> list[Stream]:
         """Pages for the next token of every running request, the oldest first.
@@ -265,15 +264,19 @@ class DecodeNode:
         self.metrics.failed_requests.labels("preempted").inc()
         self._end(stream, error=f"preempted: {why}", preempted=True)
 
-    def _emit(self, stream: Stream, token: int) -> None:
-        request = stream.request
+    def _emit(self, stream: Stream, choice: Choice) -> None:
+        if choice.error is not None:
+            self._end(stream, error=f"the grammar failed: {choice.error}")
+            return
+        request, token = stream.request, choice.token_id
+        logprobs = () if choice.logprobs is None else (choice.logprobs,)
         request.num_computed_tokens += 1
         self.runner.manager.expire(request.grant_id, request.num_computed_tokens)
         reason = request.append(token)
         if reason is None:
-            self._send(stream, (token,))
+            self._send(stream, (token,), logprobs=logprobs)
         else:
-            self._end(stream, (token,), finish_reason=reason)
+            self._end(stream, (token,), finish_reason=reason, logprobs=logprobs)
 
     def _end(self, stream: Stream, token_ids: tuple[int, ...] = (), **outcome: Any) -> None:
         """Send the last chunk, keep the history for later requests, give the pages back."""

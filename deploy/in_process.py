@@ -51,7 +51,7 @@ class InProcess:
         self.service: RouterService
 
     async def __aenter__(self) -> InProcess:
-        for node in (*self.prefill, *self.decode):
+        for node in self._nodes():
             node.start()
         for prefill in self.prefill:
             for decode in self.decode:
@@ -66,8 +66,11 @@ class InProcess:
 
     async def __aexit__(self, *_: object) -> None:
         await self.service.stop(limit_s=5.0)
-        for node in (*self.prefill, *self.decode):
+        for node in self._nodes():
             await asyncio.to_thread(node.stop)
+
+    def _nodes(self) -> list[PrefillNode | DecodeNode]:
+        return [*self.prefill, *self.decode]
 
     async def state(self) -> ClusterState:
         return ClusterState(

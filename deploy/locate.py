@@ -35,7 +35,7 @@ def router(url: str | None, namespace: str | None, api_key: str | None) -> Route
             f"deployment {found.namespace!r} is still starting (pid {found.pid}); "
             "try again in a few seconds"
         )
-    return RouterClient(found.url, api_key or _first_key(Path(found.config)))
+    return RouterClient(found.url, api_key or first_key(Path(found.config)))
 
 
 def _only_one() -> str:
@@ -47,7 +47,7 @@ def _only_one() -> str:
     return names[0]
 
 
-def _first_key(config_path: Path) -> str | None:
+def first_key(config_path: Path) -> str | None:
     """A key from the deployment's own key file, which its owner may read."""
     keys = read_api_keys(load_config(config_path).router.api_keys_file)
     return keys[0].decode() if keys else None

@@ -26,7 +26,9 @@ def check(config: SluiceConfig) -> None:
     check_role("prefill", config.prefill)
     check_role("decode", config.decode)
     check_transfer(config)
-    check_api_keys(config.router.api_keys_file)
+    check_api_keys("router", config.router.api_keys_file)
+    if (canary := config.router.canary) is not None:
+        check_api_keys("router.canary", canary.api_keys_file)
     if config.ray.address is None:  # on a cluster the router may run on another host
         check_port(config.router.host, config.router.port)
 
@@ -99,10 +101,11 @@ def check_transfer(config: SluiceConfig) -> None:
         )
 
 
-def check_api_keys(path: Path | None) -> None:
+def check_api_keys(section: str, path: Path | None) -> None:
     if path is not None and not path.is_file():
         raise ConfigError(
-            f"router.api_keys_file {path}: no such file; expected a text file with one key a line"
+            f"{section}.api_keys_file {path}: no such file; expected a text file with one key "
+            "a line"
         )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
 from sluice.deploy.prose import paragraphs
 
@@ -36,10 +37,13 @@ class RecallTask:
         return f"{self.answer_start} {self.code}."
 
     @property
-    def prompt(self) -> str:
-        """The conversation as the checkpoint's chat template writes it, up to the code."""
-        turns = f"<｜User｜>{self.question}<｜Assistant｜>{self.answer_start}"
-        return f"<｜begin▁of▁sentence｜>{self.document}{turns}"
+    def messages(self) -> list[dict[str, Any]]:
+        """The conversation up to the code: the last message is an answer that is to go on."""
+        return [
+            {"role": "system", "content": self.document},
+            {"role": "user", "content": self.question},
+            {"role": "assistant", "content": self.answer_start, "prefix": True},
+        ]
 
     def is_right(self, completion: str) -> bool:
         return completion.strip() == f"{self.code}."

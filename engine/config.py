@@ -10,10 +10,17 @@ import difflib
 import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from sluice.engine.protocol import ConfigError, Role
 
@@ -22,6 +29,9 @@ class Section(BaseModel):
     """A part of the config: immutable, and closed to unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+AnySection = TypeVar("AnySection", bound=Section)
 
 
 class ModelConfig(Section):
@@ -69,6 +79,34 @@ class RoleConfig(Section):
         return self
 
 
+class CanaryConfig(Section):
+    """A second deployment, with a router of its own, that a share of the requests is tried on."""
+
+    url: str  # of its router, such as http://127.0.0.1:8001
+    model: str = ""  # its model's name in the API; default: the name the client gives
+    weight: float = Field(0.1, ge=0, le=1)  # share of the requests; 1: all
+    shadow: bool = True  # a copy goes there and is compared; false: clients get its answers
+    timeout_s: float = Field(60.0, gt=0)  # for its answer; streamed to a client, for each piece
+    api_keys_file: Path | None = None  # the first key in it is sent to the canary
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_config_file(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "config" in data:
+            raise ValueError(
+                "`config` is not a key: a router starts no second deployment; start it with "
+                "`sluice up OTHER.yaml` and give its `url`"
+            )
+        return data
+
+    @field_validator("url")
+    @classmethod
+    def _is_url(cls, url: str) -> str:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError("expected a URL such as http://127.0.0.1:8001")
+        return url
+
+
 class RouterConfig(Section):
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535)  # 0: any free port
@@ -77,6 +115,7 @@ class RouterConfig(Section):
     max_queue: int = Field(1024, ge=0)  # requests that may wait
     request_timeout_s: float = Field(600.0, gt=0)  # from arrival to last token
     api_keys_file: Path | None = None  # one key a line
+    canary: CanaryConfig | None = None  # another deployment to compare with, or to try out
 
 
 class TransferConfig(Section):
@@ -129,13 +168,18 @@ def load_config(path: Path) -> SluiceConfig:
         )
     config = parse_config(data, source=str(path))
     base = path.resolve().parent
-    changes: dict[str, Any] = {
-        "model": config.model.model_copy(update={"path": base / config.model.path.expanduser()})
-    }
-    if (keys := config.router.api_keys_file) is not None:
-        router = config.router.model_copy(update={"api_keys_file": base / keys.expanduser()})
-        changes["router"] = router
-    return config.model_copy(update=changes)
+    router = _resolved(config.router, "api_keys_file", base)
+    if router.canary is not None:
+        canary = _resolved(router.canary, "api_keys_file", base)
+        router = router.model_copy(update={"canary": canary})
+    model = _resolved(config.model, "path", base)
+    return config.model_copy(update={"model": model, "router": router})
+
+
+def _resolved(section: AnySection, key: str, base: Path) -> AnySection:
+    """The section with the path at `key`, if there is one, taken relative to `base`."""
+    path = getattr(section, key)
+    return section if path is None else section.model_copy(update={key: base / path.expanduser()})
 
 
 def parse_config(data: Mapping[str, Any], source: str = "config") -> SluiceConfig:

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from sluice.cache.spec import PoolSpec, TableSpec
 
@@ -123,15 +123,24 @@ class SamplingParams:
     """How output tokens are chosen and when generation ends. `temperature` 0 is greedy.
 
     `max_tokens` counts output tokens of the whole answer. The random draw for output position i
-    depends on (seed, i) only.
+    depends on (seed, i) only. Penalties look at the tokens so far: `repetition_penalty` at prompt
+    and output, the other two at the output.
     """
 
     max_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0: no limit
+    min_p: float = 0.0  # least probability, as a share of the likeliest token's
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()  # eos included unless the client ignores it
+    min_tokens: int = 0  # output tokens before a stop token may come
+    presence_penalty: float = 0.0  # off the logit of every token that came already
+    frequency_penalty: float = 0.0  # off the logit for each time the token came
+    repetition_penalty: float = 1.0  # divides positive logits of what came, multiplies negative
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what to add to its logit)
+    num_top_logprobs: int | None = None  # report log-probabilities: so many of the likeliest too
+    json_schema: str = ""  # the output is a JSON text that this schema allows; "" for any text
 
 
 @dataclass(frozen=True)
@@ -212,6 +221,17 @@ class NodeInfo:
     protocol_version: int = PROTOCOL_VERSION
 
 
+class Logprobs(NamedTuple):
+    """Natural log-probabilities at one output position, as the model gave them.
+
+    Temperature, penalties and masks change what is drawn, not these. top: (token id,
+    log-probability) of the likeliest tokens, best first.
+    """
+
+    chosen: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
 @dataclass(frozen=True)
 class PrefillResult:
     """The first output token. The pages are on decode when this arrives, unless it is the last."""
@@ -220,17 +240,22 @@ class PrefillResult:
     token_id: int
     finish_reason: FinishReason | None
     num_cached_tokens: int = 0
+    logprobs: Logprobs | None = None
 
 
 @dataclass(frozen=True)
 class TokenChunk:
-    """Output tokens of one request from one or more decode steps, or its failure."""
+    """Output tokens of one request from one or more decode steps, or its failure.
+
+    logprobs: one for each token if the request asks for them, else none.
+    """
 
     request_id: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     error: str | None = None
     preempted: bool = False  # the node took the pages back: prefill again and go on
+    logprobs: tuple[Logprobs, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from sluice.engine.protocol import FinishReason, GenerateRequest, SamplingParams
+
+if TYPE_CHECKING:
+    from sluice.engine.grammar import Matcher
+    from sluice.engine.penalties import TokenCounts
 
 
 @dataclass
@@ -13,7 +18,8 @@ class Request:
 
     grant_id names this attempt: pages and transfers are held under it, so that a retried request
     never meets what its first attempt left behind. token_ids: prompt and output so far.
-    num_computed_tokens: tokens whose rows are in the pools.
+    num_computed_tokens: tokens whose rows are in the pools. matcher, counts: what the choice of
+    the next token remembers of the tokens so far.
     """
 
     request_id: str
@@ -22,15 +28,18 @@ class Request:
     sampling: SamplingParams
     token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
+    matcher: Matcher | None = field(default=None, repr=False)
+    counts: TokenCounts | None = field(default=None, repr=False)
 
     @classmethod
-    def of(cls, request: GenerateRequest, grant_id: str) -> Request:
+    def of(cls, request: GenerateRequest, grant_id: str, matcher: Matcher | None = None) -> Request:
         return cls(
             request_id=request.request_id,
             grant_id=grant_id,
             num_prompt_tokens=len(request.prompt_token_ids),
             sampling=request.sampling,
             token_ids=list(request.token_ids),
+            matcher=matcher,
         )
 
     @property

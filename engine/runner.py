@@ -15,11 +15,19 @@ from sluice.cache.pools import allocate_pools
 from sluice.cache.spec import PoolSpec
 from sluice.engine.batch import Chunk, build_inputs
 from sluice.engine.config import RoleConfig, SluiceConfig
-from sluice.engine.protocol import ConfigError, NodeInfo, Role
+from sluice.engine.grammar import Grammars
+from sluice.engine.protocol import (
+    ConfigError,
+    GenerateRequest,
+    InvalidRequest,
+    NodeInfo,
+    Role,
+)
+from sluice.engine.request import Request
 from sluice.model.registry import Model, load_model
 
 # Of a prefill node's cache memory that running requests do not need: see benchmarks/trace_replay.py
-RESUME_SHARE = 0.2
+RESUME_SHARE = 0.1
 
 
 class Runner:
@@ -32,6 +40,7 @@ class Runner:
         *,
         max_step_tokens: int,
         max_model_len: int,
+        grammars: Grammars | None = None,
         resumes: bool = True,
     ) -> None:
         """Allocate the pools. Raises ConfigError if layout or memory cannot work.
@@ -41,6 +50,7 @@ class Runner:
         """
         self.model = model
         self.max_model_len = max_model_len
+        self._grammars = grammars
         self.device = role.device
         self.specs = role_specs(model.specs, role)
         try:
@@ -50,6 +60,7 @@ class Runner:
                 max_requests=role.max_running_requests,
                 max_step_tokens=max_step_tokens,
                 max_model_len=max_model_len,
+                keep_prefixes=role.prefix_cache,
                 resume_share=RESUME_SHARE if resumes and role.prefix_cache else 0.0,
             )
         except ValueError as error:
@@ -92,6 +103,9 @@ class Runner:
             section,
             max_step_tokens=section.max_batch_tokens if prefills else section.max_running_requests,
             max_model_len=max_model_len,
+            grammars=Grammars(
+                config.model.path, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
+            ),
             resumes=prefills,
         )
 
@@ -112,6 +126,15 @@ class Runner:
             num_pages=self.manager.num_pages,
             agent=agent,
         )
+
+    def take(self, request: GenerateRequest, grant_id: str) -> Request:
+        """The request as this node will work on it. Raises InvalidRequest for its JSON schema."""
+        matcher = None
+        if schema := request.sampling.json_schema:
+            if self._grammars is None:
+                raise InvalidRequest("response_format: not served here", param="response_format")
+            matcher = self._grammars.matcher(schema)
+        return Request.of(request, grant_id, matcher)
 
     def copy_pages(self, copies: Iterable[PageCopy]) -> None:
         """Carry out copies that the manager asks for, in every pool of their tables."""

@@ -8,7 +8,7 @@ The batch mixes chunks of prompts and single decode tokens; request r owns the t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -22,8 +22,9 @@ class ForwardInputs:
 
     token_ids, positions, request_index: [T]; positions are absolute token numbers.
     query_start: [R + 1]; num_computed: [R], tokens whose rows are in the pools already.
-    page_tables: for each table, [R, max_pages], logical page -> physical page; 0, the null page,
-        where the request holds none.
+    page_tables: for each table, [R, max_pages], the physical pages of each request's logical pages
+        from `first_pages` on; 0, the null page, beyond the last.
+    first_pages: [R], for tables whose pages expire; the others' begin with logical page 0.
     """
 
     token_ids: torch.Tensor
@@ -32,6 +33,7 @@ class ForwardInputs:
     query_start: torch.Tensor
     num_computed: torch.Tensor
     page_tables: Mapping[TableSpec, torch.Tensor]
+    first_pages: Mapping[TableSpec, torch.Tensor] = field(default_factory=dict)
 
     @property
     def num_requests(self) -> int:
@@ -41,8 +43,11 @@ class ForwardInputs:
         self, spec: PoolSpec, request_index: torch.Tensor, tokens: torch.Tensor
     ) -> torch.Tensor:
         """Slots of the rows holding `tokens` (absolute) of the given requests, any equal shape."""
-        table = self.page_tables[spec.table]
-        return spec.slots(table[request_index, tokens // spec.tokens_per_page], tokens)
+        column = tokens // spec.tokens_per_page
+        if spec.table in self.first_pages:
+            column = column - self.first_pages[spec.table][request_index]
+            column = column.clamp(min=0)  # callers mask what lies before
+        return spec.slots(self.page_tables[spec.table][request_index, column], tokens)
 
 
 class PoolView(Protocol):

@@ -22,6 +22,7 @@ from concurrent.futures import Future
 import torch
 
 from sluice.engine.batch import Chunk
+from sluice.engine.choice import choose
 from sluice.engine.config import SluiceConfig
 from sluice.engine.loop import LoopThread, pass_failure, promise
 from sluice.engine.metrics import NodeMetrics
@@ -36,9 +37,7 @@ from sluice.engine.protocol import (
     Role,
     TransferFailed,
 )
-from sluice.engine.request import Request
 from sluice.engine.runner import Runner
-from sluice.engine.sampler import sample
 from sluice.prefill_node.scheduler import Job, PrefillScheduler
 from sluice.transfer.plan import PoolTraffic
 from sluice.transfer.sender import Sender
@@ -98,11 +97,11 @@ class PrefillNode:
         """Compute the prompt into the grant; the future gets the first output token.
 
         It raises TransferFailed if the pages could not be delivered, NodeError if the prompt
-        could not be computed.
+        could not be computed. Raises InvalidRequest for a JSON schema that cannot be followed.
         """
         result: Future[PrefillResult] = promise()
         keys = self.runner.manager.keys_of(request.token_ids, request.cache_salt)
-        job = Job(Request.of(request, grant.grant_id), grant, result, keys)
+        job = Job(self.runner.take(request, grant.grant_id), grant, result, keys)
 
         def add() -> None:
             self._sender.open(grant)
@@ -193,15 +192,22 @@ class PrefillNode:
         assert job is not None, "a computed chunk belongs to a job"
         request.num_computed_tokens = chunk.end
         first_token = self._first_token(job, logits) if job.computed else None
-        if job.outcome is None or job.outcome.finish_reason is None:
+        if job.error is None and (job.outcome is None or job.outcome.finish_reason is None):
             self._post(job, chunk, first_token)
         self._scheduler.settle(job)
 
-    def _first_token(self, job: Job, logits: torch.Tensor) -> int:
+    def _first_token(self, job: Job, logits: torch.Tensor) -> int | None:
+        """Sample it into the job's outcome; None if that failed, which ends the job."""
         request = job.request
-        [token] = sample(logits, [request.sampling], [request.num_output_tokens])
+        [choice] = choose(logits, [request])
+        if choice.error is not None:
+            self._fail(request.grant_id, NodeError(f"the grammar failed: {choice.error}"))
+            return None
+        token = choice.token_id
         reason = request.append(token)
-        job.outcome = PrefillResult(request.request_id, token, reason, job.num_cached_tokens)
+        job.outcome = PrefillResult(
+            request.request_id, token, reason, job.num_cached_tokens, choice.logprobs
+        )
         return token
 
     def _post(self, job: Job, chunk: Chunk, first_token: int | None) -> None:

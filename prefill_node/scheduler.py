@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from sluice.cache.keys import PrefixKeys
 from sluice.cache.manager import NoRoom
+from sluice.cache.prefix_tree import Hit
 from sluice.engine.batch import Chunk
 from sluice.engine.protocol import NodeError, PageGrant, PrefillResult
 from sluice.engine.request import Request
@@ -30,6 +31,7 @@ class Job:
     outcome: PrefillResult | None = None
     error: NodeError | None = None
     num_cached_tokens: int = 0
+    likely_resumes: frozenset[int] = frozenset()  # lengths from which later prompts may go on
     aborts: list[Future[None]] = field(default_factory=list)
 
     @property
@@ -102,7 +104,7 @@ class PrefillScheduler:
         budget = self._max_batch_tokens
         for job in self._computable():
             start = job.request.num_computed_tokens
-            end = self._chunk_end(start, job.num_prompt_tokens, budget)
+            end = min(start + budget, self._next_resume(job, start))
             self._manager.extend(job.request.grant_id, start, end)
             chunks.append(Chunk(job.request, start, end))
             budget -= end - start
@@ -113,20 +115,34 @@ class PrefillScheduler:
     def settle(self, job: Job) -> None:
         """Keep what a chunk added for later prompts, then expire what the request needs no more.
 
-        Work can resume at the prompt's end and at every `resume_every_tokens`.
+        Work can resume where it is likely to, and with the memory that this leaves at the prompt's
+        end and at every `resume_every_tokens`.
         """
         request = job.request
         end = request.num_computed_tokens
         self._manager.cache_history(request.grant_id, job.keys, end)
-        if job.computed or end % self._resume_every_tokens == 0:
-            copies = self._manager.cache_resume(request.grant_id, job.keys, request.token_ids, end)
+        likely = end in job.likely_resumes
+        if likely or job.computed or end % self._resume_every_tokens == 0:
+            copies = self._manager.cache_resume(
+                request.grant_id, job.keys, request.token_ids, end, spare=not likely
+            )
             self._runner.copy_pages(copies)
         self._manager.expire(request.grant_id, end)
 
-    def _chunk_end(self, start: int, num_tokens: int, budget: int) -> int:
-        """As far as the budget goes, but no further than the next point where work can resume."""
+    def _next_resume(self, job: Job, start: int) -> int:
+        """The next length at which work can resume: a chunk goes no further."""
         every = self._resume_every_tokens
-        return min(num_tokens, start + budget, (start // every + 1) * every)
+        likely = (length for length in job.likely_resumes if length > start)
+        return min(job.num_prompt_tokens, (start // every + 1) * every, *likely)
+
+    def _likely_resumes(self, job: Job, hit: Hit) -> frozenset[int]:
+        """Where an earlier prompt with the same beginning goes another way, and the last unit.
+
+        Another prompt may turn off where one did. A conversation goes on from its end, but where a
+        chat template writes the last few tokens anew, from the unit before.
+        """
+        unit = self._manager.unit_tokens
+        return frozenset({hit.known_tokens, job.num_prompt_tokens // unit * unit})
 
     def _jobs(self) -> tuple[Job, ...]:
         return (*self._running.values(), *self._waiting)
@@ -153,6 +169,7 @@ class PrefillScheduler:
             return False
         self._runner.copy_pages(copies)
         request.num_computed_tokens = job.num_cached_tokens = hit.num_tokens
+        job.likely_resumes = self._likely_resumes(job, hit)
         return True
 
     def _computable(self) -> Iterator[Job]:

@@ -11,7 +11,9 @@ from starlette.responses import JSONResponse, Response
 from sluice.engine.protocol import NodeEntry, NodeState, Role, Unavailable
 from sluice.router.body import read_body
 from sluice.router.errors import response_of
-from sluice.router.schemas import DrainRequest, ScaleRequest, parse
+from sluice.router.openapi import openapi
+from sluice.router.parsing import parse
+from sluice.router.schemas import DrainRequest, ScaleRequest
 from sluice.router.service import RouterService
 
 
@@ -34,6 +36,10 @@ def admin_routes(service: RouterService) -> APIRouter:
     async def metrics() -> Response:
         await service.refresh()
         return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    @routes.get("/openapi.json")
+    async def description() -> dict[str, Any]:
+        return openapi(service.model_name)
 
     @routes.get("/admin/status")
     async def status() -> dict[str, Any]:

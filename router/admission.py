@@ -1,9 +1,11 @@
-"""Admission: a checked body to a Job, or a clear refusal before any node is touched."""
+"""Admission: a checked body to its Jobs, or a clear refusal before any node is touched."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+
+from llguidance import LLMatcher
 
 from sluice.engine.protocol import GenerateRequest, InvalidRequest, SamplingParams
 from sluice.router.schemas import GenerationSchema
@@ -12,31 +14,71 @@ from sluice.router.service import Job, RouterService
 TOO_LONG = "context_length_exceeded"
 
 
-def make_job(
+def make_jobs(
     service: RouterService,
     schema: GenerationSchema,
-    prompt_token_ids: Sequence[int],
+    prompts: Sequence[Sequence[int]],
     *,
     prompt_field: str,
     request_id: str,
     arrived: float,
-) -> Job:
-    """Raises InvalidRequest if the request can never fit, Unavailable if no node is ready."""
-    _check_length(service, len(prompt_token_ids), prompt_field)
-    check_token_ids(service, prompt_token_ids, prompt_field)
+) -> list[Job]:
+    """Jobs for `n` answers to each prompt, in the order of their choices' indexes.
+
+    Raises InvalidRequest if one can never fit, Unavailable if no node is ready.
+    """
+    for prompt in prompts:
+        _check_length(service, len(prompt), prompt_field)
+        check_token_ids(service, prompt, prompt_field)
     check_token_ids(service, schema.stop_token_ids, "stop_token_ids")
+    check_token_ids(service, list(schema.logit_bias), "logit_bias")
     service.check_ready()
-    max_tokens = _max_tokens(service, schema, len(prompt_token_ids), prompt_field)
-    sampling = SamplingParams(
+    seed = _seed(schema.seed)
+    requests = [
+        (prompt, _sampling(service, schema, len(prompt), prompt_field, (seed + answer) % 2**63))
+        for prompt in prompts
+        for answer in range(schema.n)
+    ]
+    return [
+        Job(
+            GenerateRequest(_part_id(request_id, index, len(requests)), tuple(prompt), sampling),
+            tuple(schema.stop),
+            arrived,
+        )
+        for index, (prompt, sampling) in enumerate(requests)
+    ]
+
+
+def _part_id(request_id: str, index: int, num_parts: int) -> str:
+    return request_id if num_parts == 1 else f"{request_id}-{index}"
+
+
+def _sampling(
+    service: RouterService,
+    schema: GenerationSchema,
+    num_prompt_tokens: int,
+    prompt_field: str,
+    seed: int,
+) -> SamplingParams:
+    max_tokens = _max_tokens(service, schema, num_prompt_tokens, prompt_field)
+    stop_token_ids = _stop_token_ids(service, schema)
+    _check_min_tokens(service, schema, max_tokens, len(stop_token_ids))
+    return SamplingParams(
         max_tokens=max_tokens,
         temperature=schema.temperature,
         top_p=schema.top_p,
         top_k=max(0, schema.top_k),
-        seed=_seed(schema.seed),
-        stop_token_ids=_stop_token_ids(service, schema),
+        min_p=schema.min_p,
+        seed=seed,
+        stop_token_ids=stop_token_ids,
+        min_tokens=schema.min_tokens,
+        presence_penalty=schema.presence_penalty,
+        frequency_penalty=schema.frequency_penalty,
+        repetition_penalty=schema.repetition_penalty,
+        logit_bias=tuple(schema.logit_bias.items()),
+        num_top_logprobs=schema.num_top_logprobs,
+        json_schema=schema.response_format.schema_text or "",
     )
-    request = GenerateRequest(request_id, tuple(prompt_token_ids), sampling)
-    return Job(request, tuple(schema.stop), arrived)
 
 
 def check_token_ids(service: RouterService, token_ids: Sequence[int], field: str) -> None:
@@ -61,6 +103,34 @@ def _check_length(service: RouterService, num_prompt_tokens: int, field: str) ->
             f"model's context is {max_model_len} tokens, prompt and output together",
             param=field,
             code=TOO_LONG,
+        )
+
+
+def check_json_schema(json_schema: str | None) -> None:
+    """Raises InvalidRequest for a schema that no grammar can be made of."""
+    if json_schema is None:
+        return
+    problem = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(json_schema))
+    if problem:
+        raise InvalidRequest(
+            f"response_format: this JSON schema is not supported: {problem}",
+            param="response_format",
+        )
+
+
+def _check_min_tokens(
+    service: RouterService, schema: GenerationSchema, max_tokens: int, num_stop_tokens: int
+) -> None:
+    """Raises InvalidRequest if the output cannot become that long."""
+    if schema.min_tokens > max_tokens:
+        raise InvalidRequest(
+            f"min_tokens: {schema.min_tokens}, expected at most max_tokens, {max_tokens}",
+            param="min_tokens",
+        )
+    if schema.min_tokens and num_stop_tokens >= service.checkpoint.vocab_size:
+        raise InvalidRequest(
+            "min_tokens: every token is a stop token, so there is none to begin with",
+            param="min_tokens",
         )
 
 

@@ -12,13 +12,12 @@ from starlette.responses import Response
 
 from sluice.engine.protocol import SluiceError
 from sluice.router.admin import admin_routes
+from sluice.router.canary_border import CanaryBorder
 from sluice.router.completions import completion_routes
 from sluice.router.errors import response_of, response_of_status
 from sluice.router.middleware import Border
 from sluice.router.service import RouterService
-from sluice.router.streaming import ClientGone
-
-CLIENT_CLOSED_REQUEST = 499  # nobody reads it; access logs know the number from nginx
+from sluice.router.streaming import CLIENT_CLOSED_REQUEST, ClientGone
 
 
 def create_app(service: RouterService) -> FastAPI:
@@ -26,6 +25,8 @@ def create_app(service: RouterService) -> FastAPI:
     app = FastAPI(title="Sluice", openapi_url=None, redirect_slashes=False)
     app.include_router(completion_routes(service))
     app.include_router(admin_routes(service))
+    if service.canary is not None:
+        app.add_middleware(CanaryBorder, service=service, canary=service.canary)
     app.add_middleware(Border, api_keys=service.api_keys)
 
     @app.exception_handler(SluiceError)

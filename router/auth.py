@@ -11,7 +11,7 @@ from sluice.router.errors import Unauthorized
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})  # probes and scrapers have no key
 
 
-def read_api_keys(path: Path | None) -> tuple[bytes, ...]:
+def read_api_keys(path: Path | None, setting: str = "router.api_keys_file") -> tuple[bytes, ...]:
     """The keys; empty lines and lines that begin with # are skipped. Raises ConfigError."""
     if path is None:
         return ()
@@ -19,12 +19,12 @@ def read_api_keys(path: Path | None) -> tuple[bytes, ...]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise ConfigError(
-            f"router.api_keys_file {path}: {error.strerror or error}; "
+            f"{setting} {path}: {error.strerror or error}; "
             "give a readable file with one key a line, or leave the setting out"
         ) from error
     keys = [line.strip().encode() for line in lines if line.strip() and line.strip()[0] != "#"]
     if not keys:
-        raise ConfigError(f"router.api_keys_file {path}: holds no key, expected one a line")
+        raise ConfigError(f"{setting} {path}: holds no key, expected one a line")
     return tuple(keys)
 
 

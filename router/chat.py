@@ -1,39 +1,36 @@
 """Chat: messages and prompts to token ids. Behind this file there is no text.
 
-The checkpoint's own template turns messages into one text, and that text is encoded as a whole, as
-the reference implementation does: a control token written out in a message is that control token.
+A conversation becomes one text in the checkpoint's own format, and that text is encoded as a
+whole, as the reference implementations do: a control token written out in a message is that
+control token.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from datetime import datetime
-from typing import Any
 
-import jinja2
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-from sluice.engine.protocol import ConfigError, InvalidRequest
 from sluice.router.checkpoint import Checkpoint
+from sluice.router.conversation import ChatFormat, ChatOptions, Message, OutputParser
+from sluice.router.encoding_v4 import V4Format
+from sluice.router.template import TemplateFormat
+from sluice.router.v4_text import CONTROL_TOKENS
 
-Message = dict[str, str]
+PLAIN = ChatOptions()
 
 
 class ChatEncoder:
-    """Encodes for one checkpoint. Safe to call from several threads."""
+    """Encodes for one checkpoint. Safe to call from several threads. Raises ConfigError."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
         self._tokenizer = checkpoint.tokenizer
-        self._template = _compile(checkpoint.chat_template)
+        self._format = _format_of(checkpoint)
 
     def encode_chat(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = True
+        self, messages: Sequence[Message], options: ChatOptions = PLAIN
     ) -> tuple[int, ...]:
-        """Raises InvalidRequest if there is no template or the template rejects the messages."""
-        text = self.render(messages, add_generation_prompt=add_generation_prompt)
+        """Raises InvalidRequest for what the checkpoint's format cannot express."""
+        text = self.render(messages, options)
         return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def encode_text(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
@@ -47,25 +44,13 @@ class ChatEncoder:
         """The text of the tokens, special ones written out."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+    def render(self, messages: Sequence[Message], options: ChatOptions = PLAIN) -> str:
         """The text of a conversation as the model was trained on it."""
-        if self._template is None:
-            raise InvalidRequest(
-                "messages: this checkpoint has no chat template; use /v1/completions, or put a "
-                "chat_template into its tokenizer_config.json",
-                param="messages",
-            )
-        try:
-            return self._template.render(
-                messages=list(messages),
-                add_generation_prompt=add_generation_prompt,
-                bos_token=self._checkpoint.bos_token or "",
-                eos_token=self._checkpoint.eos_token or "",
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError) as error:
-            raise InvalidRequest(
-                f"messages: the chat template rejects them: {error}", param="messages"
-            ) from error
+        return self._format.render(messages, options)
+
+    def parser(self, messages: Sequence[Message], options: ChatOptions) -> OutputParser:
+        """A parser for one answer to the conversation."""
+        return self._format.parser(messages, options)
 
     def _with_bos(self, token_ids: list[int]) -> list[int]:
         bos = self._checkpoint.bos_token
@@ -75,29 +60,19 @@ class ChatEncoder:
         return [bos_id, *token_ids]
 
 
-def _compile(source: str | None) -> jinja2.Template | None:
-    """The environment that chat templates are written for. Raises ConfigError."""
-    if source is None:
-        return None
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+def _format_of(checkpoint: Checkpoint) -> ChatFormat:
+    """The checkpoint's template; DeepSeek-V4's own format where it has none."""
+    if checkpoint.chat_template is None and _speaks_v4(checkpoint):
+        return V4Format(checkpoint.v4_release)
+    return TemplateFormat(
+        checkpoint.chat_template,
+        bos_token=checkpoint.bos_token or "",
+        eos_token=checkpoint.eos_token or "",
     )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    try:
-        return environment.from_string(source)
-    except jinja2.TemplateError as error:
-        raise ConfigError(f"chat template of the checkpoint: {error}") from error
 
 
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
+def _speaks_v4(checkpoint: Checkpoint) -> bool:
+    """Whether it is a DeepSeek-V4 whose tokenizer has the format's control tokens."""
+    return checkpoint.model_type == "deepseek_v4" and all(
+        checkpoint.tokenizer.token_to_id(token) is not None for token in CONTROL_TOKENS
+    )

@@ -11,11 +11,17 @@ from tokenizers import Tokenizer
 
 from sluice.engine.config import ModelConfig
 from sluice.engine.protocol import ConfigError
+from sluice.router.encoding_v4 import Release
+
+V0731_MARK = "REASONING_EFFORT_PROMPTS"  # in the encoder of the release of July 31
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """max_model_len: longest request in tokens, prompt and output together."""
+    """max_model_len: longest request in tokens, prompt and output together.
+
+    v4_release: which of DeepSeek-V4's encoders the checkpoint brings along.
+    """
 
     tokenizer: Tokenizer
     vocab_size: int
@@ -25,6 +31,8 @@ class Checkpoint:
     eos_token: str | None
     add_bos_token: bool
     chat_template: str | None
+    model_type: str = ""
+    v4_release: Release = Release.ORIGINAL
 
 
 def read_checkpoint(model: ModelConfig) -> Checkpoint:
@@ -44,6 +52,8 @@ def read_checkpoint(model: ModelConfig) -> Checkpoint:
         eos_token=eos_token,
         add_bos_token=bool(tokenizer_config.get("add_bos_token", False)),
         chat_template=_chat_template(folder, tokenizer_config),
+        model_type=str(config.get("model_type", "")),
+        v4_release=_v4_release(folder),
     )
 
 
@@ -112,6 +122,13 @@ def _eos_token_ids(
 def _token_text(token: Any) -> str | None:
     """A special token is written as a string or as {"content": ...}."""
     return token.get("content") if isinstance(token, dict) else token
+
+
+def _v4_release(folder: Path) -> Release:
+    """The config does not tell them apart, the encoder's source beside the weights does."""
+    sources = sorted((folder / "encoding").glob("encoding*.py"))
+    is_0731 = any(V0731_MARK in path.read_text(encoding="utf-8") for path in sources)
+    return Release.V0731 if is_0731 else Release.ORIGINAL
 
 
 def _chat_template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None:

@@ -6,25 +6,28 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable
-from typing import Any, Literal, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from sluice.router.admission import check_token_ids, make_job
+from sluice.router.admission import check_json_schema, check_token_ids, make_jobs
 from sluice.router.body import read_body
-from sluice.router.responses import Answer
+from sluice.router.choices import ChatChoice, Choice, TextChoice
+from sluice.router.conversation import ChatOptions, Message
+from sluice.router.merge import merged
+from sluice.router.parsing import parse
+from sluice.router.responses import Answer, Kind
 from sluice.router.schemas import (
-    ChatMessage,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    GenerationSchema,
     TokenizeRequest,
-    parse,
 )
 from sluice.router.service import Job, RouterService
 from sluice.router.streaming import EventStream, unless_gone
+from sluice.router.text import Delta
 
 LONG_BODY_BYTES = 32 << 10  # above this, encoding takes long enough to hold up other streams
 
@@ -40,9 +43,18 @@ def completion_routes(service: RouterService) -> APIRouter:
         body = await read_body(request)
         schema = parse(ChatRequest, body)
         service.check_model(schema.model)
-        messages = _plain(schema.messages)
-        token_ids = await _encode(body, lambda: service.encoder.encode_chat(messages))
-        return await _respond(service, request, schema, token_ids, "chat", arrived)
+        messages, options = _conversation(schema)
+        prompt = await _encode(body, lambda: service.encoder.encode_chat(messages, options))
+
+        def choice(index: int) -> Choice:
+            return ChatChoice(
+                index,
+                service.token_texts,
+                parser=service.encoder.parser(messages, options),
+                with_logprobs=schema.logprobs,
+            )
+
+        return await _respond(service, request, _Asked(body, schema, [prompt], arrived), choice)
 
     @routes.post("/v1/completions")
     async def complete(request: Request) -> Response:
@@ -50,12 +62,17 @@ def completion_routes(service: RouterService) -> APIRouter:
         body = await read_body(request)
         schema = parse(CompletionRequest, body)
         service.check_model(schema.model)
-        prompt = schema.prompt
-        if isinstance(prompt, str):
-            token_ids = await _encode(body, lambda: service.encoder.encode_text(prompt))
-        else:
-            token_ids = tuple(prompt)
-        return await _respond(service, request, schema, token_ids, "text", arrived)
+        prompts = await _encode(body, lambda: [_prompt(service, p) for p in schema.prompt])
+
+        def choice(index: int) -> Choice:
+            return TextChoice(
+                index,
+                service.token_texts,
+                prefix=_shown(service, schema.prompt[index // schema.n]) if schema.echo else "",
+                with_logprobs=schema.logprobs is not None,
+            )
+
+        return await _respond(service, request, _Asked(body, schema, prompts, arrived), choice)
 
     @routes.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -88,45 +105,60 @@ def completion_routes(service: RouterService) -> APIRouter:
     return routes
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """A request as it was read. arrived: time.monotonic()."""
+
+    body: bytes
+    schema: ChatRequest | CompletionRequest
+    prompts: list[tuple[int, ...]]
+    arrived: float
+
+    @property
+    def kind(self) -> Kind:
+        return "chat" if isinstance(self.schema, ChatRequest) else "text"
+
+
 async def _respond(
-    service: RouterService,
-    request: Request,
-    schema: GenerationSchema,
-    token_ids: tuple[int, ...],
-    kind: Literal["chat", "text"],
-    arrived: float,
+    service: RouterService, request: Request, asked: _Asked, choice: Callable[[int], Choice]
 ) -> Response:
-    request_id = request.state.request_id
-    job = make_job(
+    schema, request_id = asked.schema, request.state.request_id
+    await _encode(asked.body, lambda: check_json_schema(schema.response_format.schema_text))
+    jobs = make_jobs(
         service,
         schema,
-        token_ids,
-        prompt_field="messages" if kind == "chat" else "prompt",
+        asked.prompts,
+        prompt_field="messages" if asked.kind == "chat" else "prompt",
         request_id=request_id,
-        arrived=arrived,
+        arrived=asked.arrived,
     )
-    answer = Answer(kind, request_id, service.model_name, len(token_ids))
+    answer = Answer(
+        asked.kind,
+        request_id,
+        service.model_name,
+        [choice(index) for index in range(len(jobs))],
+        [len(prompt) for prompt in asked.prompts],
+    )
     if schema.stream:
-        return EventStream(_events(service, job, answer, with_usage=schema.include_usage))
-    return JSONResponse(await unless_gone(request.receive, _whole(service, job, answer)))
+        return EventStream(_events(service, jobs, answer, with_usage=schema.include_usage))
+    return JSONResponse(await unless_gone(request.receive, _whole(service, jobs, answer)))
 
 
-async def _whole(service: RouterService, job: Job, answer: Answer) -> dict[str, Any]:
-    async with contextlib.aclosing(service.answer(job)) as stream:
-        return answer.whole([delta async for delta in stream])
+async def _whole(service: RouterService, jobs: list[Job], answer: Answer) -> dict[str, Any]:
+    deltas: list[list[Delta]] = [[] for _ in jobs]
+    async with contextlib.aclosing(merged([service.answer(job) for job in jobs])) as stream:
+        async for index, delta in stream:
+            deltas[index].append(delta)
+    return answer.whole(deltas)
 
 
 async def _events(
-    service: RouterService, job: Job, answer: Answer, *, with_usage: bool
+    service: RouterService, jobs: list[Job], answer: Answer, *, with_usage: bool
 ) -> AsyncGenerator[dict[str, Any], None]:
     """The stream's JSON objects; the first comes with the first token."""
-    opening = answer.first(with_usage=with_usage)
-    async with contextlib.aclosing(service.answer(job)) as stream:
-        async for delta in stream:
-            if opening is not None:
-                yield opening
-                opening = None
-            for chunk in answer.chunks(delta, with_usage=with_usage):
+    async with contextlib.aclosing(merged([service.answer(job) for job in jobs])) as stream:
+        async for index, delta in stream:
+            for chunk in answer.chunks(index, delta, with_usage=with_usage):
                 yield chunk
     if with_usage:
         yield answer.usage_chunk()
@@ -137,15 +169,30 @@ async def _encode(body: bytes, encode: Callable[[], T]) -> T:
     return encode() if len(body) < LONG_BODY_BYTES else await asyncio.to_thread(encode)
 
 
-def _plain(messages: list[ChatMessage]) -> list[dict[str, str]]:
-    return [message.model_dump(exclude_none=True) for message in messages]
+def _conversation(schema: ChatRequest) -> tuple[list[Message], ChatOptions]:
+    response = schema.response_format
+    options = ChatOptions(
+        tools=tuple(tool.function for tool in schema.tools if schema.tool_choice == "auto"),
+        thinking=None if schema.thinking is None else schema.thinking.type == "enabled",
+        effort=schema.reasoning_effort,
+        json_schema=response.schema_text,
+        show_schema=response.type == "json_schema",
+    )
+    return [message.plain() for message in schema.messages], options
+
+
+def _prompt(service: RouterService, prompt: str | list[int]) -> tuple[int, ...]:
+    return service.encoder.encode_text(prompt) if isinstance(prompt, str) else tuple(prompt)
+
+
+def _shown(service: RouterService, prompt: str | list[int]) -> str:
+    return prompt if isinstance(prompt, str) else service.encoder.decode(prompt)
 
 
 def _tokenize(service: RouterService, schema: TokenizeRequest) -> tuple[int, ...]:
     if schema.messages is not None:
-        return service.encoder.encode_chat(
-            _plain(schema.messages), add_generation_prompt=schema.add_generation_prompt
-        )
+        options = ChatOptions(add_generation_prompt=schema.add_generation_prompt)
+        return service.encoder.encode_chat([m.plain() for m in schema.messages], options)
     assert schema.prompt is not None, "the schema demands one of the two"
     return service.encoder.encode_text(schema.prompt, add_special_tokens=schema.add_special_tokens)
 

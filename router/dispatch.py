@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from sluice.engine.protocol import (
     FinishReason,
     GenerateRequest,
+    Logprobs,
     NodeError,
     NodeLost,
     Preempted,
@@ -34,11 +35,15 @@ MAX_FAILURES = 3  # attempts that may fail before the request does
 
 @dataclass(frozen=True)
 class Tokens:
-    """Output tokens in order. `num_cached_tokens`: prompt tokens prefill did not compute."""
+    """Output tokens in order. `num_cached_tokens`: prompt tokens prefill did not compute.
+
+    logprobs: one for each token if the request asks for them, else none.
+    """
 
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     num_cached_tokens: int = 0
+    logprobs: tuple[Logprobs, ...] = ()
 
 
 class Dispatcher:
@@ -98,10 +103,11 @@ class Dispatcher:
             first = await reservation.prefill()  # pages are written as chunks finish
             # After a fail-over the hit may cover output too, which no client calls cached.
             num_cached_tokens = 0 if request.emitted_token_ids else first.num_cached_tokens
-            yield Tokens((first.token_id,), first.finish_reason, num_cached_tokens)
+            logprobs = () if first.logprobs is None else (first.logprobs,)
+            yield Tokens((first.token_id,), first.finish_reason, num_cached_tokens, logprobs)
             if first.finish_reason is None:
                 async for chunk in reservation.stream():
-                    yield Tokens(chunk.token_ids, chunk.finish_reason)
+                    yield Tokens(chunk.token_ids, chunk.finish_reason, logprobs=chunk.logprobs)
 
     def _hold(
         self, pair: Pair, request: GenerateRequest, ticket: Ticket

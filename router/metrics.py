@@ -85,6 +85,13 @@ class RouterMetrics:
             ["reason"],
             registry=registry,
         )
+        self.canary_requests = Counter(
+            "sluice:canary_requests",
+            "Requests of the canary's share, by result: compared with ours (agreed, disagreed), "
+            "answered to the client, failed on the canary, or not tried there (skipped).",
+            ["result"],
+            registry=registry,
+        )
 
     def render(self) -> bytes:
         """All metrics in Prometheus' text format."""

@@ -85,6 +85,8 @@ class WaitingQueue:
     def wake(self) -> None:
         """Start every request that can start, in order, and turn away those nobody can take."""
         for waiter in list(self._waiting):
+            if waiter.pair.done():
+                continue  # cancelled just now: its own task takes it out
             if not self._nodes.could_hold(waiter.request):
                 self._turn_away(waiter)
                 continue

@@ -24,6 +24,7 @@ from sluice.engine.protocol import (
     Preempted,
     PrefillResult,
     Refused,
+    SluiceError,
     TokenChunk,
 )
 from sluice.router.background import Background
@@ -93,7 +94,7 @@ class Reservation:
     async def _grant_if_any(self) -> PageGrant | None:
         if self._granting is None:
             return None
-        with contextlib.suppress(NodeError):  # the caller of reserve has seen it
+        with contextlib.suppress(SluiceError):  # the caller of reserve has seen it
             return await self._granting
         return None
 

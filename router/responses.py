@@ -1,101 +1,93 @@
-"""What clients receive: OpenAI's chat and text completion objects."""
+"""Answer: OpenAI's chat and text completion objects around the choices of one HTTP request."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any, Literal
 
+from sluice.router.choices import Choice, Entry
 from sluice.router.text import Delta
 
+Kind = Literal["chat", "text"]
 
-@dataclass
+
 class Answer:
-    """Builds every object of one answer, streamed or whole."""
+    """Builds every object of one answer, streamed or whole.
 
-    kind: Literal["chat", "text"]
-    request_id: str
-    model: str
-    num_prompt_tokens: int
-    created: int = field(default_factory=lambda: int(time.time()))
-    _last: Delta | None = field(default=None, init=False)
+    choices: by index, `num_answers` for each prompt in turn. prompt_lengths: tokens of each prompt.
+    """
 
-    def whole(self, deltas: Iterable[Delta]) -> dict[str, Any]:
-        """The answer in one object."""
-        text = ""
-        for delta in deltas:
-            text += delta.text
-            self._last = delta
-        content: dict[str, Any] = {"text": text}
-        if self.kind == "chat":
-            content = {"message": {"role": "assistant", "content": text}}
-        name = "chat.completion" if self.kind == "chat" else "text_completion"
-        return self._object(name, [self._choice(content, self._last)], usage=self.usage())
+    def __init__(
+        self,
+        kind: Kind,
+        request_id: str,
+        model: str,
+        choices: Sequence[Choice],
+        prompt_lengths: Sequence[int],
+    ) -> None:
+        self._kind = kind
+        self._id = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{request_id}"
+        self._model = model
+        self._choices = tuple(choices)
+        self._prompt_lengths = tuple(prompt_lengths)
+        self._created = int(time.time())
+        self._last: dict[int, Delta] = {}
 
-    def first(self, *, with_usage: bool) -> dict[str, Any] | None:
-        """The chunk that opens a chat stream; a text stream has none."""
-        if self.kind == "text":
-            return None
-        return self._chunk({"delta": {"role": "assistant", "content": ""}}, None, with_usage)
+    def whole(self, deltas: Sequence[Sequence[Delta]]) -> dict[str, Any]:
+        """The answer in one object. deltas: those of each choice."""
+        self._last = {index: of_choice[-1] for index, of_choice in enumerate(deltas)}
+        entries = [
+            choice.whole(of_choice) for choice, of_choice in zip(self._choices, deltas, strict=True)
+        ]
+        name = "chat.completion" if self._kind == "chat" else "text_completion"
+        return self._object(name, entries) | {"usage": self.usage()}
 
-    def chunks(self, delta: Delta, *, with_usage: bool) -> list[dict[str, Any]]:
-        """The chunks for one delta: none while its text is held back."""
-        self._last = delta
-        chunks = []
-        if delta.text:
-            chunks.append(self._chunk(self._piece(delta.text), None, with_usage))
-        if delta.finish_reason is not None:
-            chunks.append(self._chunk(self._piece(""), delta, with_usage))
-        return chunks
+    def chunks(self, index: int, delta: Delta, *, with_usage: bool) -> list[dict[str, Any]]:
+        """The chunks for one choice's next delta; its first delta brings the opening too."""
+        choice = self._choices[index]
+        entries = [] if index in self._last else choice.opening()
+        self._last[index] = delta
+        usage = {"usage": None} if with_usage else {}
+        return [
+            self._object(self._chunk_name, [entry]) | usage
+            for entry in (*entries, *choice.entries(delta))
+        ]
 
     def usage_chunk(self) -> dict[str, Any]:
         """The chunk that ends a stream with `include_usage`."""
-        return self._object(self._chunk_name(), [], usage=self.usage())
+        return self._object(self._chunk_name, []) | {"usage": self.usage()}
 
     def usage(self) -> dict[str, Any]:
-        num_output_tokens = self._last.num_tokens if self._last else 0
+        """A prompt counts once however many answers it has, every answer's tokens count."""
+        num_prompt_tokens = sum(self._prompt_lengths)
+        num_output_tokens = sum(delta.num_tokens for delta in self._last.values())
         return {
-            "prompt_tokens": self.num_prompt_tokens,
+            "prompt_tokens": num_prompt_tokens,
             "completion_tokens": num_output_tokens,
-            "total_tokens": self.num_prompt_tokens + num_output_tokens,
-            "prompt_tokens_details": {
-                "cached_tokens": self._last.num_cached_tokens if self._last else 0
-            },
+            "total_tokens": num_prompt_tokens + num_output_tokens,
+            "prompt_tokens_details": {"cached_tokens": self._num_cached_tokens()},
         }
 
-    def _piece(self, text: str) -> dict[str, Any]:
-        if self.kind == "text":
-            return {"text": text}
-        return {"delta": {"content": text} if text else {}}
+    def _num_cached_tokens(self) -> int:
+        """Of each prompt what none of its answers had to compute."""
+        cached: dict[int, int] = {}
+        num_answers = len(self._choices) // len(self._prompt_lengths)
+        for index, delta in self._last.items():
+            prompt = index // num_answers
+            known = cached.get(prompt, delta.num_cached_tokens)
+            cached[prompt] = min(known, delta.num_cached_tokens)
+        return sum(cached.values())
 
+    @property
     def _chunk_name(self) -> str:
-        return "chat.completion.chunk" if self.kind == "chat" else "text_completion"
+        return "chat.completion.chunk" if self._kind == "chat" else "text_completion"
 
-    def _chunk(
-        self, content: dict[str, Any], last: Delta | None, with_usage: bool
-    ) -> dict[str, Any]:
-        chunk = self._object(self._chunk_name(), [self._choice(content, last)])
-        if with_usage:
-            chunk["usage"] = None
-        return chunk
-
-    @staticmethod
-    def _choice(content: dict[str, Any], last: Delta | None) -> dict[str, Any]:
-        reason = None if last is None or last.finish_reason is None else last.finish_reason.value
-        return {"index": 0, **content, "logprobs": None, "finish_reason": reason}
-
-    def _object(
-        self, name: str, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        prefix = "chatcmpl" if self.kind == "chat" else "cmpl"
-        answer: dict[str, Any] = {
-            "id": f"{prefix}-{self.request_id}",
+    def _object(self, name: str, entries: list[Entry]) -> dict[str, Any]:
+        return {
+            "id": self._id,
             "object": name,
-            "created": self.created,
-            "model": self.model,
-            "choices": choices,
+            "created": self._created,
+            "model": self._model,
+            "choices": entries,
         }
-        if usage is not None:
-            answer["usage"] = usage
-        return answer

@@ -1,113 +1,109 @@
-"""What clients may send. Strict: "5" is not 5, and a field we do not honour is refused by name.
-
-Three kinds of fields are let through without effect, as OpenAI's clients send them unasked:
- - null, which means "not given"
- - IGNORED: bookkeeping of the caller
- - NEUTRAL: features we lack, at the value that switches them off
-"""
+"""What clients may send. Strict: "5" is not 5, and a field we do not honour is refused by name."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+import json
+from typing import Any, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
-)
-from pydantic_core import ErrorDetails, from_json
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from sluice.engine.protocol import InvalidRequest
+from sluice.router.fields import Function, LogitBias, Prompts, Stop, Text
+from sluice.router.v4_text import TASKS
 
-IGNORED = (
-    "user",
-    "metadata",
-    "store",
-    "safety_identifier",
-    "prompt_cache_key",
-    "service_tier",
-)
+MAX_CHOICES = 128  # answers to one HTTP request, over all its prompts
+MAX_TOP_LOGPROBS = 20
 
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "echo": (False,),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "logit_bias": ({},),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none",),
-    "functions": ([],),
-    "function_call": ("none",),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-}
-
-MAX_STOP_STRINGS = 16
-MAX_STOP_CHARACTERS = 1024
-MAX_SHOWN_CHARACTERS = 60
-
-
-def _text_of_parts(value: Any) -> Any:
-    """Message content: a string, or a list of text parts, which become its lines."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list) or not value:
-        raise ValueError("expected a string or a list of text parts")
-    for part in value:
-        if not isinstance(part, dict) or part.get("type") != "text":
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise ValueError(f"a part of type {kind!r} is not supported, expected type 'text'")
-        if not isinstance(part.get("text"), str):
-            raise ValueError("a part of type 'text' needs a string `text`")
-    return "\n".join(part["text"] for part in value)
-
-
-def _prompt(value: Any) -> Any:
-    """A string or token ids; a list with a single prompt stands for that prompt."""
-    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
-        value = value[0]
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list) and all(type(token_id) is int for token_id in value):
-        return value
-    if isinstance(value, list) and all(isinstance(prompt, str | list) for prompt in value):
-        raise ValueError(f"{len(value)} prompts in one request, expected one: send a request each")
-    raise ValueError("expected a string or a list of token ids")
-
-
-def _stop(value: Any) -> Any:
-    strings = [value] if isinstance(value, str) else value
-    if not isinstance(strings, list) or not all(isinstance(text, str) for text in strings):
-        raise ValueError("expected a string or a list of strings")
-    if len(strings) > MAX_STOP_STRINGS:
-        raise ValueError(f"{len(strings)} stop strings, expected at most {MAX_STOP_STRINGS}")
-    if any(not 0 < len(text) <= MAX_STOP_CHARACTERS for text in strings):
-        raise ValueError(f"each stop string must have 1 to {MAX_STOP_CHARACTERS} characters")
-    return strings
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max", "ultra"]
 
 
 class Schema(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
+class FunctionCall(Schema):
+    name: str = Field(min_length=1)
+    arguments: str
+
+
+class ToolCall(Schema):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    index: int | None = Field(None, exclude=True)  # of a streamed answer, sent back as it came
+    function: FunctionCall
+
+
+class Tool(Schema):
+    type: Literal["function"]
+    function: Function
+
+
 class ChatMessage(Schema):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str, BeforeValidator(_text_of_parts)]
+    role: Literal["system", "developer", "user", "assistant", "tool", "latest_reminder"]
+    content: Text | None = None
     name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    tools: list[Tool] | None = None
+    prefix: Literal[True] | None = None  # of the last message: go on with this answer
+    task: str | None = None  # of a user's message: a quick instruction
+
+    @model_validator(mode="after")
+    def _fields_fit_the_role(self) -> ChatMessage:
+        if self.content is None and not self.tool_calls:
+            raise ValueError("content: missing, it is required")
+        owners = {
+            "reasoning_content": ("assistant",),
+            "tool_calls": ("assistant",),
+            "prefix": ("assistant",),
+            "tool_call_id": ("tool",),
+            "tools": ("system", "developer"),
+            "task": ("user", "assistant"),
+        }
+        for field, roles in owners.items():
+            if getattr(self, field) is not None and self.role not in roles:
+                raise ValueError(f"{field}: only a message of role {' or '.join(roles)} has it")
+        if self.task is not None and self.task not in TASKS:
+            raise ValueError(f"task: got {self.task!r}, expected one of {', '.join(TASKS)}")
+        return self
+
+    def plain(self) -> dict[str, Any]:
+        """The message as chat formats read it."""
+        message = self.model_dump(exclude_none=True)
+        if self.content is None:
+            message["content"] = ""
+        if self.tools is not None:
+            message["tools"] = [tool.function for tool in self.tools]
+        return message
 
 
 class StreamOptions(Schema):
     include_usage: bool = False
+
+
+class JsonSchema(Schema):
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None  # the answer follows the schema in any case
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(Schema):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _schema_with_its_type(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema: expected with type 'json_schema', and with no other")
+        return self
+
+    @property
+    def schema_text(self) -> str | None:
+        """The JSON schema that the answer must satisfy; None for any text."""
+        if self.json_schema is not None:
+            return json.dumps(self.json_schema.schema_, ensure_ascii=False)
+        return '{"type": "object"}' if self.type == "json_object" else None
 
 
 class GenerationSchema(Schema):
@@ -116,13 +112,21 @@ class GenerationSchema(Schema):
     model: str
     max_tokens: int | None = Field(None, gt=0)
     max_completion_tokens: int | None = Field(None, gt=0)
+    min_tokens: int = Field(0, ge=0)
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1)  # 0 or -1: no limit
+    min_p: float = Field(0.0, ge=0, le=1)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(1.0, gt=0, le=2)
+    logit_bias: LogitBias = {}
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: Annotated[list[str], BeforeValidator(_stop)] = []
+    stop: Stop = []
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
+    response_format: ResponseFormat = ResponseFormat(type="text")
     stream: bool = False
     stream_options: StreamOptions | None = None
 
@@ -135,6 +139,8 @@ class GenerationSchema(Schema):
             raise ValueError(
                 f"max_tokens is {both[0]} and max_completion_tokens {both[1]}, expected one of them"
             )
+        if self.min_tokens and self.response_format.schema_text is not None:
+            raise ValueError("min_tokens: a JSON answer ends where it is complete, leave it out")
         return self
 
     @property
@@ -145,13 +151,55 @@ class GenerationSchema(Schema):
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """None: no log-probabilities are asked for."""
+        raise NotImplementedError
+
+
+class Thinking(Schema):
+    type: Literal["enabled", "disabled"]
+
 
 class ChatRequest(GenerationSchema):
     messages: list[ChatMessage] = Field(min_length=1)
+    tools: list[Tool] = []
+    tool_choice: Literal["none", "auto"] = "auto"
+    thinking: Thinking | None = None
+    reasoning_effort: Effort | None = None
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
+
+    @model_validator(mode="after")
+    def _logprobs_are_on(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: given without logprobs, expected `logprobs: true` too")
+        return self
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
 
 
 class CompletionRequest(GenerationSchema):
-    prompt: Annotated[str | list[int], BeforeValidator(_prompt)]
+    prompt: Prompts
+    echo: bool = False
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+
+    @model_validator(mode="after")
+    def _no_logprobs_of_prompts(self) -> CompletionRequest:
+        if self.echo and self.logprobs is not None:
+            raise ValueError("logprobs: not supported together with echo, leave one of them out")
+        if self.n * len(self.prompt) > MAX_CHOICES:
+            raise ValueError(
+                f"prompt: {len(self.prompt)} prompts with {self.n} answers each, expected at most "
+                f"{MAX_CHOICES} answers in all"
+            )
+        return self
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        return self.logprobs
 
 
 class TokenizeRequest(Schema):
@@ -182,79 +230,3 @@ class ScaleRequest(Schema):
 
 class DrainRequest(Schema):
     node: str
-
-
-S = TypeVar("S", bound=Schema)
-
-
-def parse(schema: type[S], body: bytes) -> S:
-    """Check a JSON body. Raises InvalidRequest naming the field, its value and the expectation."""
-    try:
-        data = from_json(body, allow_inf_nan=False)
-    except ValueError as error:
-        raise InvalidRequest(f"body: not valid JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise InvalidRequest(f"body: got {_shown(data)}, expected a JSON object")
-    try:
-        return schema.model_validate(_without_neutral(schema, _without_null(data)))
-    except ValidationError as error:
-        raise _explain(error.errors(include_url=False)[0]) from error
-
-
-def _without_null(value: Any) -> Any:
-    """Drop fields that are null; a null among list items stays, and is refused where it matters."""
-    if isinstance(value, dict):
-        return {key: _without_null(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [_without_null(item) for item in value]
-    return value
-
-
-def _without_neutral(schema: type[Schema], data: dict[str, Any]) -> dict[str, Any]:
-    """Drop what has no effect. Raises InvalidRequest for a feature that is asked for."""
-    if not issubclass(schema, GenerationSchema):
-        return data
-    kept = {}
-    for key, value in data.items():
-        if key in schema.model_fields:
-            kept[key] = value
-        elif key in NEUTRAL:
-            if not any(_same(value, neutral) for neutral in NEUTRAL[key]):
-                raise InvalidRequest(
-                    f"{key}: {_shown(value)} is not supported, expected "
-                    f"{' or '.join(repr(neutral) for neutral in NEUTRAL[key])}, or leave it out",
-                    param=key,
-                    code="unsupported_parameter",
-                )
-        elif key not in IGNORED:
-            raise InvalidRequest(
-                f"{key}: unknown field, expected one of {', '.join(schema.model_fields)}",
-                param=key,
-                code="unknown_parameter",
-            )
-    return kept
-
-
-def _same(value: Any, neutral: Any) -> bool:
-    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
-
-
-def _explain(problem: ErrorDetails) -> InvalidRequest:
-    param = ".".join(str(part) for part in problem["loc"]) or None
-    kind, value = problem["type"], problem["input"]
-    if kind == "missing":
-        return InvalidRequest(f"{param}: missing, it is required", param=param)
-    if kind == "extra_forbidden":
-        return InvalidRequest(f"{param}: unknown field, leave it out", param=param)
-    if kind == "value_error":
-        message = str(problem["ctx"]["error"])
-        if param is None:  # from a check over several fields, whose message begins with the field
-            return InvalidRequest(message, param=message.split(maxsplit=1)[0].rstrip(":"))
-        return InvalidRequest(f"{param}: {message}", param=param)
-    expectation = problem["msg"].replace("Input should be", "expected")
-    return InvalidRequest(f"{param}: got {_shown(value)}, {expectation}", param=param)
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= MAX_SHOWN_CHARACTERS else text[:MAX_SHOWN_CHARACTERS] + "..."

@@ -29,6 +29,7 @@ from sluice.engine.protocol import (
 from sluice.router.accounting import recorded
 from sluice.router.auth import read_api_keys
 from sluice.router.background import Background
+from sluice.router.canary import Canary
 from sluice.router.chat import ChatEncoder
 from sluice.router.checkpoint import read_checkpoint
 from sluice.router.dispatch import Dispatcher, Tokens
@@ -38,6 +39,7 @@ from sluice.router.queue import WaitingQueue
 from sluice.router.registry import Nodes
 from sluice.router.reservation import CALL_LIMIT_S
 from sluice.router.text import Delta, OutputText
+from sluice.router.token_text import TokenTexts
 
 STATUS_LIMIT_S = 1.0  # how long /metrics and /admin/status wait for fresh numbers
 STOP_LIMIT_S = 30.0
@@ -64,6 +66,7 @@ class RouterService:
         self.cluster = cluster
         self.checkpoint = read_checkpoint(config.model)
         self.encoder = ChatEncoder(self.checkpoint)
+        self.token_texts = TokenTexts(self.checkpoint.tokenizer)
         self.api_keys = read_api_keys(config.router.api_keys_file)
         self.model_name = config.model.served_name
         self.created = int(time.time())
@@ -84,6 +87,7 @@ class RouterService:
         self.metrics = RouterMetrics(
             lambda: self.nodes, lambda: len(self.queue), lambda: self._num_active
         )
+        self.canary = self._make_canary()
         self._dispatcher = Dispatcher(
             self.queue,
             router_id=self.router_id,
@@ -107,10 +111,14 @@ class RouterService:
     async def stop(self, limit_s: float = STOP_LIMIT_S) -> None:
         """Take nothing new, let what runs finish for `limit_s`, end the rest with an error."""
         self._accepting = False
+        if self.canary is not None:
+            self.canary.retire()
         await self._wait_until_idle(limit_s)
         self.queue.close(Unavailable("the router is stopping; send the request again"))
         self.nodes.close("the router is stopping")
         await self._wait_until_idle(CALL_LIMIT_S)
+        if self.canary is not None:
+            await self.canary.close(CALL_LIMIT_S)
         await self._background.drain(2 * CALL_LIMIT_S)
 
     def set_nodes(
@@ -173,10 +181,10 @@ class RouterService:
         """
         request = job.request
         deadline = job.arrived + self.config.router.request_timeout_s
-        text = OutputText(self.checkpoint.tokenizer, job.stop)
+        text = OutputText(self.checkpoint.tokenizer, job.stop, request.sampling.min_tokens)
         num_prompt_tokens = len(request.prompt_token_ids)
         with (
-            self._counted(),
+            self.counted(),
             recorded(self.metrics, request.request_id, num_prompt_tokens, job.arrived) as record,
         ):
             async with contextlib.aclosing(self.generate(request, deadline)) as stream:
@@ -188,7 +196,8 @@ class RouterService:
                         return
 
     @contextlib.contextmanager
-    def _counted(self) -> Iterator[None]:
+    def counted(self) -> Iterator[None]:
+        """For the block, a client is being answered: `stop` waits for it."""
         self._num_active += 1
         self._idle.clear()
         try:
@@ -197,6 +206,11 @@ class RouterService:
             self._num_active -= 1
             if self._num_active == 0:
                 self._idle.set()
+
+    def _make_canary(self) -> Canary | None:
+        if (config := self.config.router.canary) is None:
+            return None
+        return Canary(config, lambda result: self.metrics.canary_requests.labels(result).inc())
 
     async def _wait_until_idle(self, limit_s: float) -> None:
         with contextlib.suppress(TimeoutError):

@@ -24,11 +24,15 @@ from sluice.router.errors import body_of, error_body, response_of
 logger = logging.getLogger(__name__)
 
 SEND_LIMIT_S = 60.0
+CLIENT_CLOSED_REQUEST = 499  # nobody reads it; access logs know the number from nginx
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would otherwise collect the stream
 ]
+
+# JSON leaves these as they are, but some clients split lines at them.
+LINE_ENDS = {ord(c): f"\\u{ord(c):04x}" for c in "\x85\u2028\u2029"}
 
 T = TypeVar("T")
 
@@ -96,7 +100,12 @@ class EventStream(Response):
 
 
 async def _send_event(send: Send, event: dict[str, Any]) -> None:
-    await _send_text(send, f"data: {json.dumps(event, ensure_ascii=False)}\n\n")
+    await _send_text(send, f"data: {_one_line(event)}\n\n")
+
+
+def _one_line(event: dict[str, Any]) -> str:
+    """The event as JSON without any character that a client might take for the end of a line."""
+    return json.dumps(event, ensure_ascii=False).translate(LINE_ENDS)
 
 
 async def _send_text(send: Send, text: str) -> None:

@@ -7,30 +7,50 @@ from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
-from sluice.engine.protocol import FinishReason
+from sluice.engine.protocol import FinishReason, Logprobs
 from sluice.router.detokenize import Detokenizer
 from sluice.router.dispatch import Tokens
 from sluice.router.stop import StopFilter
 
 
 @dataclass(frozen=True)
+class Scored:
+    """An output token with its log-probabilities. `offset`: characters of output before it."""
+
+    token_id: int
+    offset: int
+    logprobs: Logprobs
+
+
+@dataclass(frozen=True)
 class Delta:
-    """The next piece of an answer. `num_tokens`: output tokens so far, the last one included."""
+    """The next piece of an answer. `num_tokens`: output tokens so far, the last one included.
+
+    scored: the tokens behind the text, if the request asks for log-probabilities. They may come
+    before their text, which can be held back.
+    """
 
     text: str
     num_tokens: int
     finish_reason: FinishReason | None = None
     num_cached_tokens: int = 0
+    scored: tuple[Scored, ...] = ()
 
 
 class OutputText:
-    """Works token by token, so that text and counts do not depend on how tokens were batched."""
+    """Works token by token, so that text and counts do not depend on how tokens were batched.
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
+    min_tokens: a stop string may begin only after so many tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], min_tokens: int = 0) -> None:
         self._detokenizer = Detokenizer(tokenizer)
         self._filter = StopFilter(stop)
+        self._min_tokens = min_tokens
         self._num_tokens = 0
         self._num_cached_tokens = 0
+        self._num_characters = 0
+        self._scored: list[Scored] = []
 
     def take(self, tokens: Tokens) -> Delta:
         """The text these tokens add; its finish reason is STOP if a stop string is complete."""
@@ -39,18 +59,26 @@ class OutputText:
         if tokens.finish_reason is FinishReason.STOP:
             visible = visible[:-1]  # the stop token ends the text, it is not part of it
         text = ""
-        for token_id in visible:
+        for index, token_id in enumerate(visible):
+            if tokens.logprobs:
+                scored = Scored(token_id, self._num_characters, tokens.logprobs[index])
+                self._scored.append(scored)
             self._num_tokens += 1
-            text += self._filter.push(self._detokenizer.push(token_id))
+            text += self._push(self._detokenizer.push(token_id))
             if self._filter.stopped:
                 return self._delta(text, FinishReason.STOP)
         self._num_tokens += len(tokens.token_ids) - len(visible)
         if tokens.finish_reason is None:
             return self._delta(text, None)
-        text += self._filter.push(self._detokenizer.flush())
+        text += self._push(self._detokenizer.flush())
         if self._filter.stopped:
             return self._delta(text, FinishReason.STOP)
         return self._delta(text + self._filter.flush(), tokens.finish_reason)
 
+    def _push(self, piece: str) -> str:
+        self._num_characters += len(piece)
+        return piece if self._num_tokens <= self._min_tokens else self._filter.push(piece)
+
     def _delta(self, text: str, finish_reason: FinishReason | None) -> Delta:
-        return Delta(text, self._num_tokens, finish_reason, self._num_cached_tokens)
+        scored, self._scored = tuple(self._scored), []
+        return Delta(text, self._num_tokens, finish_reason, self._num_cached_tokens, scored)

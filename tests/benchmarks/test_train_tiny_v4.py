@@ -240,7 +240,8 @@ def test_training_and_demo_ask_in_the_same_words(tokenizer):
     said = tokenizer.encode(f" {task.fact}").ids
     assert [*frame, *code, *end] == said
     question = phrases.exchange(name, code).question
-    assert question == tokenizer.encode(task.prompt).ids[-len(question) :]
+    asked = f"<｜User｜>{task.question}<｜Assistant｜>{task.answer_start}"
+    assert question == tokenizer.encode(asked).ids
 
 
 def test_names_and_two_digits_are_single_tokens_of_the_shipped_tokenizer(tokenizer):

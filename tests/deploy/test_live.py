@@ -102,6 +102,14 @@ async def quiet_gauges(live):
                 return gauges
 
 
+async def finish(http, messages):
+    """How the chat's last message, an answer that has begun, goes on."""
+    body = {"model": MODEL, "messages": messages, "temperature": 0, "max_tokens": 8}
+    answer = await http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["message"]["content"]
+
+
 @pytest.mark.parametrize("distance", WORDS_AT_DISTANCE)
 async def test_codes_are_recalled_from_far_outside_the_window(live, distance):
     assert await num_recalled(live, distance) >= 9
@@ -116,7 +124,7 @@ async def num_recalled(live, distance, seed=0):
     words = WORDS_AT_DISTANCE[distance]
     tasks = [recall_task(rng, words_before=40, words_after=words) for _ in range(10)]
     async with client(live) as http:
-        answers = await asyncio.gather(*(complete(http, t.prompt, max_tokens=8) for t in tasks))
+        answers = await asyncio.gather(*(finish(http, t.messages) for t in tasks))
     return sum(task.is_right(answer) for task, answer in zip(tasks, answers, strict=True))
 
 

@@ -28,8 +28,8 @@ def test_chunks_become_flat_tokens_and_page_tables():
     assert inputs.query_start.tolist() == [0, 1, 4]
     assert inputs.num_computed.tolist() == [6, 0]
     window = inputs.page_tables[WINDOW.table]
-    assert window[0, :2].tolist() == [0, 0], "pages before the window are the null page"
     held = manager.page_tables("a")[WINDOW.table]
-    assert window[0, held.first : held.end].tolist() == held.pages
+    assert inputs.first_pages[WINDOW.table].tolist() == [held.first, 0] == [2, 0]
+    assert window.tolist()[0] == list(held.pages), "no column for pages before the window"
     slots = inputs.slots(FULL, inputs.request_index, inputs.positions)
     assert slots[0].item() == manager.page_tables("a")[FULL.table].pages[1] * 2 + 1

@@ -13,11 +13,10 @@ import pytest
 import torch
 
 from sluice.engine.batch import Chunk
+from sluice.engine.choice import choose
 from sluice.engine.config import parse_config
 from sluice.engine.protocol import GenerateRequest, Role, SamplingParams
-from sluice.engine.request import Request
 from sluice.engine.runner import Runner
-from sluice.engine.sampler import sample
 from sluice.model.registry import load_model
 from sluice.prefill_node.node import PrefillNode
 from sluice.transfer.local_transport import LocalTransport
@@ -37,7 +36,7 @@ class Single:
 
     def generate(self, request):
         """Output tokens, and each pool's live bytes when the prompt was computed."""
-        state = Request.of(request, request.request_id)
+        state = self.runner.take(request, request.request_id)
         manager, prompt = self.runner.manager, len(state.token_ids)
         manager.grant(state.grant_id, num_tokens=0, max_tokens=request.max_total_tokens)
         rows, reason = {}, None
@@ -51,8 +50,8 @@ class Single:
             if end == prompt:
                 rows = live_rows(self.runner, state.grant_id, prompt)
             if end == len(state.token_ids):
-                [token] = sample(logits, [state.sampling], [state.num_output_tokens])
-                reason = state.append(token)
+                [choice] = choose(logits, [state])
+                reason = state.append(choice.token_id)
         manager.release(state.grant_id)
         return state.token_ids[prompt:], rows
 

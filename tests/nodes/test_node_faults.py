@@ -45,7 +45,8 @@ class ModelThatTrips:
     def __init__(self, model):
         self._model = model
         self.specs, self.fingerprint = model.specs, model.fingerprint
-        self.max_model_len = model.max_model_len
+        self.max_model_len, self.vocab_size = model.max_model_len, model.vocab_size
+        self.eos_token_ids = model.eos_token_ids
 
     def forward(self, inputs, pools, *, all_logits=False):
         if (inputs.token_ids == 511).any():
@@ -114,10 +115,9 @@ def test_a_post_that_raises_fails_the_run_at_once(config, start_local, make_requ
     pair.prefill._sender._transport.good = good
     request = make_request(140, vocab_size=511)
     grant = pair.reserve(request)
-    started = time.monotonic()
+    assert grant.lease_s > 20, "the failure must not wait for the lease"
     with pytest.raises(TransferFailed, match="the cable is cut"):
         pair.prefill.run(request, grant).result(10)
-    assert time.monotonic() - started < 1
     pair.decode.release(grant.grant_id, in_flight=False).result(10)
     assert pair.used_pages() == 0
 

@@ -24,6 +24,7 @@ from sluice.engine.protocol import (
     FinishReason,
     GenerateRequest,
     InvalidRequest,
+    Logprobs,
     MetricFamily,
     NodeEntry,
     NodeInfo,
@@ -98,6 +99,13 @@ class Script:
         if output[-1] in request.sampling.stop_token_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(output) == request.sampling.max_tokens else None
+
+    def logprobs(self, request: GenerateRequest, token: int) -> Logprobs | None:
+        """Made up from the token, so that an entry can be told from its neighbour's."""
+        if request.sampling.num_top_logprobs is None:
+            return None
+        top = [((token + rank) % self.vocab_size, -0.5 - token - rank) for rank in range(20)]
+        return Logprobs(top[0][1], tuple(top[: request.sampling.num_top_logprobs]))
 
     def reference(self, prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
         """Output tokens as they must come, up to and without eos."""
@@ -181,7 +189,10 @@ class ScriptedPrefill(ScriptedNode):
             finish = self.world.script.finish(request, output)
             if finish is None:
                 self.world.decodes[grant.node_id].deliver(grant, request, output)
-            return PrefillResult(request.request_id, token, finish, self.num_cached_tokens)
+            logprobs = self.world.script.logprobs(request, token)
+            return PrefillResult(
+                request.request_id, token, finish, self.num_cached_tokens, logprobs
+            )
         finally:
             self.at_work.pop(request.request_id, None)
 
@@ -255,7 +266,9 @@ class ScriptedDecode(ScriptedNode):
                 output, new = (*output, token), (*new, token)
                 finish = self.world.script.finish(request, output)
             stream = self.streams.setdefault(self.owners[grant_id], asyncio.Queue())
-            stream.put_nowait([TokenChunk(request.request_id, new, finish)])
+            scored = [self.world.script.logprobs(request, token) for token in new]
+            logprobs = tuple(entry for entry in scored if entry is not None)
+            stream.put_nowait([TokenChunk(request.request_id, new, finish, logprobs=logprobs)])
             num_new += len(new)
             if num_new == self.error_after:
                 self.error_after = None
@@ -408,6 +421,18 @@ class World:
         ids = self.ids(prompt) if isinstance(prompt, str) else tuple(prompt)
         return self.tokenizer.decode(list(self.script.reference(ids, max_tokens)))
 
+    def seen_requests(self) -> list[GenerateRequest]:
+        """The requests that reach the first prefill node, from now on."""
+        node, seen = next(iter(self.prefills.values())), []
+        run = node.run
+
+        async def noted(request: GenerateRequest, grant: PageGrant) -> PrefillResult:
+            seen.append(request)
+            return await run(request, grant)
+
+        node.run = noted
+        return seen
+
     def quiescent(self) -> bool:
         """Nobody waits, no node does anything, every page and credit is back."""
         live_decodes = [node for node in self.decodes.values() if not node.dead]
@@ -451,7 +476,7 @@ async def world(make_world) -> World:
     return world
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def checkpoint_writer():
     return write_checkpoint
 

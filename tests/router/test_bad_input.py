@@ -20,11 +20,32 @@ BAD_FIELDS = [
     ({"stop": ["a"] * 17}, "stop"),
     ({"stop_token_ids": [1, "2"]}, "stop_token_ids.1"),
     ({"stop_token_ids": [10**6]}, "stop_token_ids"),
-    ({"n": 2}, "n"),
+    ({"n": 0}, "n"),
+    ({"n": 129}, "n"),
     ({"best_of": 2}, "best_of"),
-    ({"logprobs": 0}, "logprobs"),
-    ({"echo": True}, "echo"),
-    ({"frequency_penalty": 0.5}, "frequency_penalty"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"logprobs": True}, "logprobs"),
+    ({"logprobs": 1, "echo": True}, "logprobs"),
+    ({"echo": "yes"}, "echo"),
+    ({"min_p": 1.5}, "min_p"),
+    ({"frequency_penalty": 2.5}, "frequency_penalty"),
+    ({"presence_penalty": -2.5}, "presence_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"logit_bias": {"a": 1}}, "logit_bias"),
+    ({"logit_bias": {"1": 101}}, "logit_bias"),
+    ({"logit_bias": {"999999": 1}}, "logit_bias"),
+    ({"logit_bias": [1]}, "logit_bias"),
+    ({"min_tokens": -1}, "min_tokens"),
+    ({"min_tokens": 9}, "min_tokens"),
+    ({"min_tokens": 1, "response_format": {"type": "json_object"}}, "min_tokens"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema"}}, "response_format"),
+    ({"response_format": {"type": "text", "json_schema": {"schema": {}}}}, "response_format"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}},
+        "response_format",
+    ),
+    ({"tool_choice": "auto"}, "tool_choice"),
     ({"tools": [{"type": "function"}]}, "tools"),
     ({"no_such_field": 1}, "no_such_field"),
     ({"stream": "yes"}, "stream"),
@@ -32,7 +53,8 @@ BAD_FIELDS = [
     ({"stream": True, "stream_options": {"extra": 1}}, "stream_options.extra"),
     ({"model": 5}, "model"),
 ]
-BAD_PROMPTS = [5, "", [], ["a", "b"], [[1], [2]], [1, None], [1, "a"], [-1], [10**6], {"a": 1}]
+BAD_PROMPTS = [5, "", [], [[]], ["a", ""], ["a", [1]], [[1], []], [1, None], [1, "a"], [-1],
+               [[1], [10**6]], {"a": 1}, ["a"] * 129]  # fmt: skip
 BAD_MESSAGES = [
     [],
     "hello",
@@ -42,6 +64,10 @@ BAD_MESSAGES = [
     [{"role": "user", "content": []}],
     [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
     [{"role": "user", "content": "a", "tool_calls": []}],
+    [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}],
+    [{"role": "user", "content": "a", "reasoning_content": "b"}],
+    [{"role": "user", "content": "a", "task": "nothing"}],
+    [{"role": "assistant", "content": "a", "reasoning_content": "no place in the template"}],
     [{"role": "tool", "content": "the template refuses this"}],
 ]
 
@@ -72,6 +98,32 @@ async def test_bad_messages_are_refused(world, messages):
     body = {"model": "tiny", "messages": messages}
     error = check(await world.http.post("/v1/chat/completions", json=body), 400)
     assert error["param"].startswith("messages")
+
+
+async def test_min_tokens_needs_a_token_that_does_not_stop(world):
+    everything = list(range(world.service.checkpoint.vocab_size))
+    check(await world.complete(min_tokens=1, stop_token_ids=everything), 400, "min_tokens")
+
+
+BAD_CHAT_FIELDS = [
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"logprobs": 2}, "logprobs"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    ({"tools": [{"type": "function", "function": {}}]}, "tools.0.function"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+    ({"thinking": {"type": "enabled"}}, "thinking"),
+    ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ({"reasoning_effort": "endless"}, "reasoning_effort"),
+    ({"echo": True}, "echo"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), BAD_CHAT_FIELDS, ids=lambda value: str(value)[:40])
+async def test_bad_chat_fields_are_refused_by_name(world, fields, param):
+    check(await world.chat(**fields), 400, param)
+    assert not world.decodes["decode-0"].calls and not world.prefills["prefill-0"].calls
 
 
 async def test_neutral_and_ignored_fields_are_let_through(world):

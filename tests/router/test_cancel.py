@@ -7,6 +7,8 @@ import random
 
 import pytest
 
+from sluice.engine.protocol import GenerateRequest, SamplingParams
+
 
 async def reach(world, phase: str, request) -> None:
     """Let the request come exactly as far as the phase."""
@@ -68,6 +70,18 @@ async def test_leaving_the_queue_touches_no_node(world):
     await reach(world, "queued", request)
     await request.leave()
     assert not world.decodes["decode-0"].calls and not world.prefills["prefill-0"].calls
+
+
+async def test_a_request_cancelled_just_before_its_turn_is_passed_over(world):
+    block(world, "queued")
+    queue = world.service.queue
+    request = GenerateRequest("r", (7,), SamplingParams(max_tokens=1))
+    waiting = asyncio.create_task(queue.pair_for(request, queue.ticket()))
+    await world.until(lambda: len(queue) == 1)
+    waiting.cancel()
+    unblock(world, "queued")  # its turn, before the task can take itself out
+    await asyncio.wait({waiting})
+    assert waiting.cancelled() and world.quiescent()
 
 
 async def test_prefill_is_stopped_before_its_pages_are_given_back(world):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 EOS = 1
@@ -49,6 +50,32 @@ async def test_the_template_and_its_control_tokens_reach_the_nodes(world):
         "<bos><user>the\n<user>cat<assistant>", add_special_tokens=False
     ).ids
     assert seen[0].prompt_token_ids == tuple(ids) and ids[:2] == [0, 3]
+
+
+async def test_a_chat_whose_answer_has_begun_is_continued(world):
+    seen = []
+    run = world.prefills["prefill-0"].run
+    world.prefills["prefill-0"].run = lambda request, grant: (
+        seen.append(request) or run(request, grant)
+    )
+    begun = {"role": "assistant", "content": "the cat", "prefix": True}
+    messages = [{"role": "user", "content": "a"}, begun]
+    body = {"model": "tiny", "messages": messages, "max_tokens": 4}
+    answer = await world.http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    text = "<bos><user>a<assistant>the cat"
+    expected = world.tokenizer.encode(text, add_special_tokens=False).ids
+    assert seen[0].prompt_token_ids == tuple(expected)
+
+
+async def test_separators_of_lines_do_not_split_an_event(world):
+    token_ids = world.ids("a\u2028b\u0085c")
+    world.script.plan = token_ids
+    answer = await world.complete(max_tokens=len(token_ids), stream=True)
+    lines = [line for line in answer.text.splitlines() if line]
+    assert all(line.startswith("data: ") for line in lines)
+    events = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    assert text_of(events) == "a\u2028b\u0085c"
 
 
 async def test_eos_as_the_first_token_ends_the_answer_before_decode(world):

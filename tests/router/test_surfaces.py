@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from sluice.engine.protocol import ConfigError
+from sluice.router.admin import admin_routes
+from sluice.router.completions import completion_routes
+from sluice.router.schemas import ChatRequest
 
 
 def samples(text: str) -> dict[tuple, float]:
@@ -149,3 +154,21 @@ def test_broken_checkpoints_are_config_errors(checkpoint_writer, tmp_path, file,
         (folder / file).write_text(content)
     with pytest.raises(ConfigError, match=r"checkpoint|template"):
         RouterService(parse_config({"model": {"path": str(folder)}}), None)
+
+
+async def test_the_description_names_every_path_and_every_field(world):
+    document = (await world.http.get("/openapi.json")).json()
+    served = {
+        (method.lower(), route.path.replace("{name:path}", "{name}"))
+        for routes in (completion_routes(world.service), admin_routes(world.service))
+        for route in routes.routes
+        for method in route.methods - {"HEAD"}
+    }
+    described = {(method, path) for path, item in document["paths"].items() for method in item}
+    assert described == served
+    schemas = document["components"]["schemas"]
+    assert schemas["ChatRequest"]["properties"].keys() == ChatRequest.model_fields.keys()
+    assert schemas["CompletionRequest"]["properties"]["model"]["enum"] == ["tiny"]
+    text = json.dumps(document)
+    for reference in re.findall(r'"#/components/schemas/(\w+)"', text):
+        assert reference in schemas

@@ -1,0 +1,185 @@
+"""Choices: one output each, as the entries of a stream or as the whole entry of an answer.
+
+A choice turns deltas into entries of OpenAI's `choices`, without their log-probabilities' texts
+ever running ahead of the text: tokens whose text is held back wait for the entry that shows it.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from sluice.engine.protocol import FinishReason
+from sluice.router.conversation import CallPart, OutputParser, Part
+from sluice.router.text import Delta, Scored
+from sluice.router.token_text import TokenTexts
+
+Entry = dict[str, Any]
+
+
+class Choice(Protocol):
+    """One output of an answer. Use it for a stream or for a whole answer, not for both."""
+
+    def opening(self) -> list[Entry]:
+        """Entries that come before the first delta's."""
+        ...
+
+    def entries(self, delta: Delta) -> list[Entry]:
+        """A stream's entries for one delta: none while its text is held back."""
+        ...
+
+    def whole(self, deltas: Sequence[Delta]) -> Entry:
+        """The output in one entry."""
+        ...
+
+
+class TextChoice:
+    """A choice of /v1/completions. prefix: text to show before the output."""
+
+    def __init__(self, index: int, texts: TokenTexts, *, prefix: str, with_logprobs: bool) -> None:
+        self._index = index
+        self._texts = texts
+        self._prefix = prefix
+        self._with_logprobs = with_logprobs
+        self._scored: list[Scored] = []
+
+    def opening(self) -> list[Entry]:
+        return [self._entry(self._prefix, None)] if self._prefix else []
+
+    def entries(self, delta: Delta) -> list[Entry]:
+        self._scored += delta.scored
+        entries = []
+        if delta.text:
+            entries.append(self._entry(delta.text, None))
+        if delta.finish_reason is not None:
+            entries.append(self._entry("", delta.finish_reason))
+        return entries
+
+    def whole(self, deltas: Sequence[Delta]) -> Entry:
+        self._scored += [scored for delta in deltas for scored in delta.scored]
+        text = self._prefix + "".join(delta.text for delta in deltas)
+        return self._entry(text, deltas[-1].finish_reason)
+
+    def _entry(self, text: str, reason: FinishReason | None) -> Entry:
+        return {
+            "index": self._index,
+            "text": text,
+            "logprobs": self._logprobs(),
+            "finish_reason": None if reason is None else reason.value,
+        }
+
+    def _logprobs(self) -> Entry | None:
+        if not self._with_logprobs:
+            return None
+        scored, self._scored = self._scored, []
+        return {
+            "tokens": [self._texts.text_of(token.token_id) for token in scored],
+            "token_logprobs": [token.logprobs.chosen for token in scored],
+            "top_logprobs": [self._by_text(token) for token in scored],
+            "text_offset": [len(self._prefix) + token.offset for token in scored],
+        }
+
+    def _by_text(self, scored: Scored) -> dict[str, float]:
+        """The likeliest tokens and, as OpenAI does it, the chosen one."""
+        top = {self._texts.text_of(token_id): value for token_id, value in scored.logprobs.top}
+        return top | {self._texts.text_of(scored.token_id): scored.logprobs.chosen}
+
+
+class ChatChoice:
+    """A choice of /v1/chat/completions, read by the checkpoint's parser."""
+
+    def __init__(
+        self, index: int, texts: TokenTexts, *, parser: OutputParser, with_logprobs: bool
+    ) -> None:
+        self._index = index
+        self._texts = texts
+        self._parser = parser
+        self._with_logprobs = with_logprobs
+        self._scored: list[Scored] = []
+        self._has_calls = False
+
+    def opening(self) -> list[Entry]:
+        return [self._entry({"delta": {"role": "assistant", "content": ""}}, None)]
+
+    def entries(self, delta: Delta) -> list[Entry]:
+        entries = [self._entry({"delta": _delta_of(part)}, None) for part in self._parts(delta)]
+        if delta.finish_reason is not None:
+            entries.append(self._entry({"delta": {}}, delta.finish_reason))
+        return entries
+
+    def whole(self, deltas: Sequence[Delta]) -> Entry:
+        parts = [part for delta in deltas for part in self._parts(delta)]
+        message: Entry = {"role": "assistant", "content": "".join(p.content for p in parts)}
+        if reasoning := "".join(part.reasoning for part in parts):
+            message["reasoning_content"] = reasoning
+        if calls := _calls_of([part.call for part in parts if part.call is not None]):
+            message["tool_calls"] = calls
+            message["content"] = message["content"] or None
+        return self._entry({"message": message}, deltas[-1].finish_reason)
+
+    def _parts(self, delta: Delta) -> list[Part]:
+        self._scored += delta.scored
+        parts = self._parser.push(delta.text)
+        if delta.finish_reason is not None:
+            parts += self._parser.flush(complete=delta.finish_reason is FinishReason.STOP)
+        self._has_calls = self._has_calls or any(part.call for part in parts)
+        return parts
+
+    def _entry(self, content: Entry, reason: FinishReason | None) -> Entry:
+        return {
+            "index": self._index,
+            **content,
+            "logprobs": self._logprobs(),
+            "finish_reason": self._finish_reason(reason),
+        }
+
+    def _finish_reason(self, reason: FinishReason | None) -> str | None:
+        if reason is FinishReason.STOP and self._has_calls:
+            return "tool_calls"
+        return None if reason is None else reason.value
+
+    def _logprobs(self) -> Entry | None:
+        if not self._with_logprobs:
+            return None
+        scored, self._scored = self._scored, []
+        return {"content": [self._described(token) for token in scored], "refusal": None}
+
+    def _described(self, scored: Scored) -> Entry:
+        top = [self._token(token_id, value) for token_id, value in scored.logprobs.top]
+        return self._token(scored.token_id, scored.logprobs.chosen) | {"top_logprobs": top}
+
+    def _token(self, token_id: int, logprob: float) -> Entry:
+        return {
+            "token": self._texts.text_of(token_id),
+            "logprob": logprob,
+            "bytes": list(self._texts.bytes_of(token_id)),
+        }
+
+
+def _delta_of(part: Part) -> Entry:
+    if part.call is not None:
+        return {"tool_calls": [_call_delta(part.call)]}
+    if part.reasoning:
+        return {"reasoning_content": part.reasoning}
+    return {"content": part.content}
+
+
+def _call_delta(call: CallPart) -> Entry:
+    if call.name is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    return {"index": call.index, **_new_call(call.name, call.arguments)}
+
+
+def _calls_of(parts: Sequence[CallPart]) -> list[Entry]:
+    """Whole calls from their pieces, in order."""
+    names = {part.index: part.name for part in parts if part.name is not None}
+    return [
+        _new_call(name, "".join(part.arguments for part in parts if part.index == index))
+        for index, name in names.items()
+    ]
+
+
+def _new_call(name: str, arguments: str) -> Entry:
+    function = {"name": name, "arguments": arguments}
+    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}

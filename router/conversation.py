@@ -1,0 +1,76 @@
+"""What a chat format is given and what it gives back, whichever checkpoint it belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+Message = Mapping[str, Any]  # OpenAI's shape, content as one string, absent fields left out
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """How a conversation is to be rendered and its answer read.
+
+    tools: function objects in OpenAI's shape. thinking, effort: None where the client leaves it to
+    the model. json_schema: what the answer must satisfy, None for free text; with `show_schema`
+    the prompt says so too.
+    """
+
+    tools: tuple[Mapping[str, Any], ...] = ()
+    thinking: bool | None = None
+    effort: str | None = None
+    json_schema: str | None = None
+    show_schema: bool = False
+    add_generation_prompt: bool = True
+
+
+@dataclass(frozen=True)
+class CallPart:
+    """A piece of one tool call. `name` comes with the call's first piece only."""
+
+    index: int
+    name: str | None
+    arguments: str
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of an answer; one of the fields is set."""
+
+    content: str = ""
+    reasoning: str = ""
+    call: CallPart | None = None
+
+
+class OutputParser(Protocol):
+    """Reads one output as it comes. The parts do not depend on how the text was cut."""
+
+    def push(self, text: str) -> list[Part]: ...
+
+    def flush(self, *, complete: bool) -> list[Part]:
+        """The rest at the end of the output. complete: the model ended it, not a limit."""
+        ...
+
+
+class PlainParser:
+    """All text is content."""
+
+    def push(self, text: str) -> list[Part]:
+        return [Part(content=text)] if text else []
+
+    def flush(self, *, complete: bool) -> list[Part]:
+        return []
+
+
+class ChatFormat(Protocol):
+    """One checkpoint's way to write conversations. Safe to call from several threads."""
+
+    def render(self, messages: Sequence[Message], options: ChatOptions) -> str:
+        """The prompt. Raises InvalidRequest naming what the format cannot express."""
+        ...
+
+    def parser(self, messages: Sequence[Message], options: ChatOptions) -> OutputParser:
+        """A parser for one answer to that prompt."""
+        ...

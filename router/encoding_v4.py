@@ -1,0 +1,244 @@
+"""V4Format: conversations as DeepSeek-V4 writes them, which has an encoder instead of a template.
+
+A prompt is one text, and every control token has its own spelling in it:
+
+    BOS [effort] system [tools] { User turn Assistant (<think> | </think>) answer EOS }...
+
+In thinking mode the prompt ends in <think>, else in </think>. Tool results are part of a user's
+turn. Reasoning of turns before the last user's is dropped, unless there are tools, with which it
+stays: so a tool loop keeps its thread, and its prompts share a prefix.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
+from typing import Any
+
+from sluice.engine.protocol import InvalidRequest
+from sluice.router import v4_text as v4
+from sluice.router.conversation import ChatOptions, Message, OutputParser
+from sluice.router.parser_v4 import V4Parser
+
+ASKING_ROLES = ("user", "developer")
+
+
+class Release(StrEnum):
+    """Checkpoints that differ in what the levels of reasoning effort write."""
+
+    ORIGINAL = "original"
+    V0731 = "0731"
+
+
+EFFORTS: dict[Release, dict[str, str]] = {
+    Release.ORIGINAL: {
+        **dict.fromkeys(("minimal", "low", "medium", "high"), ""),
+        **dict.fromkeys(("xhigh", "max", "ultra"), v4.EFFORT_MAXIMUM),
+    },
+    Release.V0731: {
+        **dict.fromkeys(("minimal", "low"), ""),
+        **dict.fromkeys(("medium", "high", "xhigh"), v4.EFFORT_MAXIMUM),
+        **dict.fromkeys(("max", "ultra"), v4.EFFORT_BEYOND_MAXIMUM),
+    },
+}
+
+
+class V4Format:
+    """One release's format."""
+
+    def __init__(self, release: Release = Release.ORIGINAL) -> None:
+        self._efforts = EFFORTS[release]
+
+    def render(self, messages: Sequence[Message], options: ChatOptions) -> str:
+        _check(messages, options)
+        thinking = is_thinking(options)
+        turns = _with_extras(_merged(messages), options)
+        keeps_reasoning = any(turn.get("tools") for turn in turns)
+        if thinking and not keeps_reasoning:
+            turns = _without_old_reasoning(turns)
+        text = v4.BOS
+        if thinking and options.effort is not None:
+            text += self._efforts[options.effort]
+        last_question = _last_question(turns)
+        for index, turn in enumerate(turns):
+            follower = turns[index + 1] if index + 1 < len(turns) else None
+            thinks = thinking and (keeps_reasoning or index >= last_question)
+            previous = turns[index - 1] if index else {}
+            text += _turn(turn, thinks=thinks and "task" not in previous)
+            if follower is None and not options.add_generation_prompt:
+                break
+            if follower is None or follower["role"] in ("assistant", "latest_reminder"):
+                text += _transition(turn, thinks=thinks, thinking=thinking)
+        return text
+
+    def parser(self, messages: Sequence[Message], options: ChatOptions) -> OutputParser:
+        begun = messages[-1]["role"] == "assistant" or "task" in messages[-1]
+        return V4Parser(
+            reasoning=is_thinking(options) and not begun, calls=has_tools(messages, options)
+        )
+
+
+def is_thinking(options: ChatOptions) -> bool:
+    """Thinking is the default, as in DeepSeek's own API, but a JSON answer leaves no room."""
+    if options.thinking is not None:
+        return options.thinking
+    return options.effort != "none" and options.json_schema is None
+
+
+def has_tools(messages: Sequence[Message], options: ChatOptions) -> bool:
+    return bool(options.tools) or any(message.get("tools") for message in messages)
+
+
+def _check(messages: Sequence[Message], options: ChatOptions) -> None:
+    """Raises InvalidRequest for what contradicts itself or has no place in the format."""
+    if options.thinking and options.effort == "none":
+        raise InvalidRequest(
+            "reasoning_effort: 'none' while thinking is enabled, expected one of the two",
+            param="reasoning_effort",
+        )
+    if options.json_schema is not None and is_thinking(options):
+        raise InvalidRequest(
+            "response_format: JSON leaves no room for reasoning; leave thinking and "
+            "reasoning_effort out",
+            param="response_format",
+        )
+    if options.json_schema is not None and has_tools(messages, options):
+        raise InvalidRequest(
+            "response_format: JSON leaves no room for tool calls; leave one of the two out",
+            param="response_format",
+        )
+    last = messages[-1]
+    if options.add_generation_prompt and last["role"] == "assistant" and not last.get("prefix"):
+        raise InvalidRequest(
+            "messages: the last one is the assistant's, expected a question, or `prefix: true` to "
+            "have it continued",
+            param="messages",
+        )
+    for index, message in enumerate(messages[:-1]):
+        if message.get("prefix"):
+            raise InvalidRequest(
+                f"messages.{index}.prefix: only the last message can be continued",
+                param=f"messages.{index}.prefix",
+            )
+
+
+def _merged(messages: Iterable[Message]) -> list[dict[str, Any]]:
+    """Turns: tool results become part of the user's, and neighbouring users' become one.
+
+    A user's turn has `blocks`, the texts and results in it.
+    """
+    turns: list[dict[str, Any]] = []
+    call_order: dict[str, int] = {}
+    for message in messages:
+        role = message["role"]
+        if role == "assistant" and message.get("tool_calls"):
+            ids = [call.get("id") for call in message["tool_calls"]]
+            call_order = {call_id: place for place, call_id in enumerate(ids) if call_id}
+        if role not in ("user", "tool"):
+            turns.append(dict(message))
+            continue
+        is_open = bool(turns) and turns[-1]["role"] == "user" and "task" not in turns[-1]
+        if not is_open:
+            turns.append({"role": "user", "blocks": []})
+        turn = turns[-1]
+        if role == "user":
+            turn["blocks"].append(message["content"])
+            turn |= {"task": message["task"]} if "task" in message else {}
+        else:
+            result = f"<tool_result>{message['content']}</tool_result>"
+            place = call_order.get(message.get("tool_call_id", ""), 0)
+            turn["blocks"].append((place, result))
+    for turn in turns:
+        if "blocks" in turn:
+            turn["content"] = "\n\n".join(_in_call_order(turn["blocks"]))
+    return turns
+
+
+def _in_call_order(blocks: Sequence[str | tuple[int, str]]) -> list[str]:
+    """Texts stay where they are; results take the results' places in the order of the calls."""
+    results = iter(sorted((b for b in blocks if isinstance(b, tuple)), key=lambda b: b[0]))
+    return [block if isinstance(block, str) else next(results)[1] for block in blocks]
+
+
+def _with_extras(turns: list[dict[str, Any]], options: ChatOptions) -> list[dict[str, Any]]:
+    """Tools and answer schema belong to the system's turn; there is one if they need it."""
+    extras: dict[str, Any] = {"tools": options.tools} if options.tools else {}
+    if options.show_schema and options.json_schema is not None:
+        extras["schema"] = options.json_schema
+    if not extras:
+        return turns
+    place = next((i for i, turn in enumerate(turns) if turn["role"] == "system"), None)
+    if place is None:
+        return [{"role": "system", "content": "", **extras}, *turns]
+    return [*turns[:place], turns[place] | extras, *turns[place + 1 :]]
+
+
+def _without_old_reasoning(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Drop developers' turns before the last question: they belong to what is dropped there.
+
+    Old reasoning itself is left out where the turns are written.
+    """
+    last = _last_question(turns)
+    return [t for i, t in enumerate(turns) if t["role"] != "developer" or i >= last]
+
+
+def _last_question(turns: Sequence[Message]) -> int:
+    return max((i for i, turn in enumerate(turns) if turn["role"] in ASKING_ROLES), default=-1)
+
+
+def _turn(turn: Message, *, thinks: bool) -> str:
+    role, content = turn["role"], turn.get("content", "")
+    if role == "assistant":
+        return _answer(turn, thinks=thinks)
+    if role == "latest_reminder":
+        return v4.REMINDER + content
+    sections = [content]
+    if turn.get("tools"):
+        sections.append(v4.TOOLS % "\n".join(_json(tool) for tool in turn["tools"]))
+    if "schema" in turn:
+        sections.append(v4.RESPONSE_FORMAT % turn["schema"])
+    return ("" if role == "system" else v4.USER) + "\n\n".join(sections)
+
+
+def _answer(turn: Message, *, thinks: bool) -> str:
+    text = turn.get("reasoning_content", "") + v4.END_THINK if thinks else ""
+    text += turn.get("content", "")
+    if calls := turn.get("tool_calls"):
+        invokes = "\n".join(_invoke(call["function"]) for call in calls)
+        text += f"\n\n{v4.OPEN_CALLS}\n{invokes}\n{v4.CLOSE_CALLS}"
+    return text if turn.get("prefix") else text + v4.EOS
+
+
+def _invoke(function: Mapping[str, str]) -> str:
+    lines = [f'<{v4.DSML}invoke name="{function["name"]}">']
+    for name, value in _arguments(function["arguments"]).items():
+        is_string = isinstance(value, str)
+        head = f'<{v4.DSML}parameter name="{name}" string="{"true" if is_string else "false"}">'
+        lines.append(head + (value if is_string else _json(value)) + v4.CLOSE_PARAMETER)
+    return "\n".join([*lines, v4.CLOSE_INVOKE])
+
+
+def _arguments(raw: str) -> dict[str, Any]:
+    """What is no JSON object is kept as one argument, as models are trained to see it."""
+    try:
+        arguments = json.loads(raw)
+    except ValueError:
+        arguments = None
+    return arguments if isinstance(arguments, dict) else {"arguments": raw}
+
+
+def _transition(turn: Message, *, thinks: bool, thinking: bool) -> str:
+    """What leads from a turn to the answer that follows it."""
+    if "task" in turn:
+        instruction = v4.TASKS[turn["task"]]
+        if turn["task"] != "action":
+            return instruction
+        return v4.ASSISTANT + (v4.THINK if thinking else v4.END_THINK) + instruction
+    if turn["role"] not in ASKING_ROLES:
+        return ""
+    return v4.ASSISTANT + (v4.THINK if thinks else v4.END_THINK)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

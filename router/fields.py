@@ -1,0 +1,139 @@
+"""Fields whose JSON has more than one shape, checked and brought into one."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, WithJsonSchema
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 1024
+MAX_BIASES = 1024
+MAX_BIAS = 100.0
+
+
+def _text_of_parts(value: Any) -> Any:
+    """Message content: a string, or a list of text parts, which become its lines."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not value:
+        raise ValueError("expected a string or a list of text parts")
+    for part in value:
+        if not isinstance(part, dict) or part.get("type") != "text":
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise ValueError(f"a part of type {kind!r} is not supported, expected type 'text'")
+        if not isinstance(part.get("text"), str):
+            raise ValueError("a part of type 'text' needs a string `text`")
+    return "\n".join(part["text"] for part in value)
+
+
+def _prompts(value: Any) -> Any:
+    """One prompt or a list of them, each a string or token ids: always a list of prompts."""
+    if isinstance(value, str) or _is_token_ids(value):
+        return [value]
+    if isinstance(value, list) and value:
+        if all(isinstance(prompt, str) for prompt in value):
+            return value
+        if all(_is_token_ids(prompt) for prompt in value):
+            return value
+    raise ValueError("expected a string, a list of token ids, or a list of either")
+
+
+def _is_token_ids(value: Any) -> bool:
+    """Whether it is one prompt of token ids, which an empty list is not."""
+    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
+
+
+def _stop(value: Any) -> Any:
+    strings = [value] if isinstance(value, str) else value
+    if not isinstance(strings, list) or not all(isinstance(text, str) for text in strings):
+        raise ValueError("expected a string or a list of strings")
+    if len(strings) > MAX_STOP_STRINGS:
+        raise ValueError(f"{len(strings)} stop strings, expected at most {MAX_STOP_STRINGS}")
+    if any(not 0 < len(text) <= MAX_STOP_CHARACTERS for text in strings):
+        raise ValueError(f"each stop string must have 1 to {MAX_STOP_CHARACTERS} characters")
+    return strings
+
+
+def _logit_bias(value: Any) -> Any:
+    """JSON has string keys only: {"15": -100}."""
+    if not isinstance(value, dict):
+        raise ValueError("expected an object of token ids and biases")
+    if len(value) > MAX_BIASES:
+        raise ValueError(f"{len(value)} biases, expected at most {MAX_BIASES}")
+    biases = {}
+    for key, bias in value.items():
+        if not (isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 10):
+            raise ValueError(f"{key!r} is no token id, expected a whole number")
+        if type(bias) not in (int, float) or not -MAX_BIAS <= bias <= MAX_BIAS:
+            raise ValueError(f"{key}: {bias!r}, expected a number from -{MAX_BIAS:g} to 100")
+        biases[int(key)] = float(bias)
+    return biases
+
+
+def _function(value: Any) -> Any:
+    """A tool's function, kept as it is: the model reads it as the client wrote it."""
+    if not isinstance(value, dict):
+        raise ValueError("expected an object with a name and parameters")
+    if not isinstance(value.get("name"), str) or not value["name"]:
+        raise ValueError("name: expected a string that is not empty")
+    if not isinstance(value.get("parameters", {}), dict | None):
+        raise ValueError("parameters: expected a JSON schema")
+    return value
+
+
+_STRING_OR_STRINGS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+_TEXT_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+_TOKEN_IDS = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
+
+Text = Annotated[
+    str,
+    BeforeValidator(_text_of_parts),
+    WithJsonSchema(
+        {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART, "minItems": 1}]}
+    ),
+]
+Prompts = Annotated[
+    list[str | list[int]],
+    BeforeValidator(_prompts),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}, "minItems": 1},
+                _TOKEN_IDS,
+                {"type": "array", "items": _TOKEN_IDS, "minItems": 1},
+            ]
+        }
+    ),
+]
+Stop = Annotated[list[str], BeforeValidator(_stop), WithJsonSchema(_STRING_OR_STRINGS)]
+LogitBias = Annotated[
+    dict[int, float],
+    BeforeValidator(_logit_bias),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "additionalProperties": {"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS},
+        }
+    ),
+]
+Function = Annotated[
+    dict[str, Any],
+    BeforeValidator(_function),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "minLength": 1},
+                "description": {"type": "string"},
+                "parameters": {"type": "object"},
+            },
+            "required": ["name"],
+        }
+    ),
+]

@@ -1,0 +1,122 @@
+"""parse: a JSON body to its schema, or an error that names the field.
+
+Three kinds of fields are let through without effect, as OpenAI's clients send them unasked:
+ - null, which means "not given"
+ - IGNORED: bookkeeping of the caller
+ - NEUTRAL: features we lack, at the value that switches them off
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails, from_json
+
+from sluice.engine.protocol import InvalidRequest
+from sluice.router.schemas import GenerationSchema, Schema
+
+IGNORED = (
+    "user",
+    "metadata",
+    "store",
+    "safety_identifier",
+    "prompt_cache_key",
+    "service_tier",
+)
+
+# A field of one endpoint may stand here for the other.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "echo": (False,),
+    "top_logprobs": (0,),
+    "suffix": ("",),
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "parallel_tool_calls": (True,),
+    "functions": ([],),
+    "function_call": ("none",),
+    "modalities": (["text"],),
+}
+
+AS_WRITTEN = frozenset({"tools", "response_format"})  # hold JSON schemas, where null is a value
+MAX_SHOWN_CHARACTERS = 60
+
+S = TypeVar("S", bound=Schema)
+
+
+def parse(schema: type[S], body: bytes) -> S:
+    """Check a JSON body. Raises InvalidRequest naming the field, its value and the expectation."""
+    try:
+        data = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise InvalidRequest(f"body: not valid JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise InvalidRequest(f"body: got {_shown(data)}, expected a JSON object")
+    try:
+        return schema.model_validate(_without_neutral(schema, _without_null(data)))
+    except ValidationError as error:
+        raise _explain(error.errors(include_url=False)[0]) from error
+
+
+def _without_null(value: Any) -> Any:
+    """Drop fields that are null; a null among list items stays, and is refused where it matters."""
+    if isinstance(value, dict):
+        return {
+            key: item if key in AS_WRITTEN else _without_null(item)
+            for key, item in value.items()
+            if item is not None
+        }
+    if isinstance(value, list):
+        return [_without_null(item) for item in value]
+    return value
+
+
+def _without_neutral(schema: type[Schema], data: dict[str, Any]) -> dict[str, Any]:
+    """Drop what has no effect. Raises InvalidRequest for a feature that is asked for."""
+    if not issubclass(schema, GenerationSchema):
+        return data
+    kept = {}
+    for key, value in data.items():
+        if key in schema.model_fields:
+            kept[key] = value
+        elif key in NEUTRAL:
+            if not any(_same(value, neutral) for neutral in NEUTRAL[key]):
+                raise InvalidRequest(
+                    f"{key}: {_shown(value)} is not supported, expected "
+                    f"{' or '.join(repr(neutral) for neutral in NEUTRAL[key])}, or leave it out",
+                    param=key,
+                    code="unsupported_parameter",
+                )
+        elif key not in IGNORED:
+            raise InvalidRequest(
+                f"{key}: unknown field, expected one of {', '.join(schema.model_fields)}",
+                param=key,
+                code="unknown_parameter",
+            )
+    return kept
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+
+
+def _explain(problem: ErrorDetails) -> InvalidRequest:
+    param = ".".join(str(part) for part in problem["loc"]) or None
+    kind, value = problem["type"], problem["input"]
+    if kind == "missing":
+        return InvalidRequest(f"{param}: missing, it is required", param=param)
+    if kind == "extra_forbidden":
+        return InvalidRequest(f"{param}: unknown field, leave it out", param=param)
+    if kind == "value_error":
+        message = str(problem["ctx"]["error"])
+        if param is None:  # from a check over several fields, whose message begins with the field
+            return InvalidRequest(message, param=message.split(maxsplit=1)[0].rstrip(":"))
+        return InvalidRequest(f"{param}: {message}", param=param)
+    expectation = problem["msg"].replace("Input should be", "expected")
+    return InvalidRequest(f"{param}: got {_shown(value)}, {expectation}", param=param)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN_CHARACTERS else text[:MAX_SHOWN_CHARACTERS] + "..."

@@ -1,0 +1,114 @@
+"""TemplateFormat: conversations as the checkpoint's own Jinja template writes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from sluice.engine.protocol import ConfigError, InvalidRequest
+from sluice.router.conversation import ChatOptions, Message, OutputParser, PlainParser
+
+FIELDS = frozenset({"role", "content", "name"})  # of a message; templates differ in all others
+
+
+class TemplateFormat:
+    """Raises ConfigError for a template that is no Jinja. `source` None: every chat is refused."""
+
+    def __init__(self, source: str | None, *, bos_token: str, eos_token: str) -> None:
+        self._template = _compile(source)
+        self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
+
+    def render(self, messages: Sequence[Message], options: ChatOptions) -> str:
+        if self._template is None:
+            raise InvalidRequest(
+                "messages: this checkpoint has no chat template; use /v1/completions, or put a "
+                "chat_template into its tokenizer_config.json",
+                param="messages",
+            )
+        _check(messages, options)
+        begun = str(messages[-1]["content"]) if messages[-1].get("prefix") else None
+        try:
+            text = self._template.render(
+                messages=[_without_prefix(message) for message in messages],
+                add_generation_prompt=options.add_generation_prompt and begun is None,
+                **self._tokens,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError) as error:
+            raise InvalidRequest(
+                f"messages: the chat template rejects them: {error}", param="messages"
+            ) from error
+        return text if begun is None else _up_to(text, begun)
+
+    def parser(self, messages: Sequence[Message], options: ChatOptions) -> OutputParser:
+        return PlainParser()
+
+
+def _without_prefix(message: Message) -> Message:
+    return {field: value for field, value in message.items() if field != "prefix"}
+
+
+def _up_to(text: str, begun: str) -> str:
+    """The conversation up to the end of its last message, an answer that is to go on."""
+    start = text.rfind(begun.strip())
+    if not begun.strip() or start < 0:
+        raise InvalidRequest(
+            "messages: the last one has `prefix`, but the chat template does not write its content "
+            "as it stands; give it some content, or leave `prefix` out",
+            param="messages",
+        )
+    return text[: start + len(begun.strip())]
+
+
+def _check(messages: Sequence[Message], options: ChatOptions) -> None:
+    """Raises InvalidRequest for what only a format with a parser of its own can serve."""
+    asked = {
+        "tools": bool(options.tools),
+        "thinking": bool(options.thinking),
+        "reasoning_effort": options.effort not in (None, "none"),
+    }
+    asked |= {
+        f"messages.{index}.{field}": True
+        for index, message in enumerate(messages)
+        for field in message
+        if field not in FIELDS and (field, index) != ("prefix", len(messages) - 1)
+    }
+    for param in (name for name, given in asked.items() if given):
+        raise InvalidRequest(
+            f"{param}: not supported with this checkpoint's chat template, leave it out",
+            param=param,
+            code="unsupported_parameter",
+        )
+
+
+def _compile(source: str | None) -> jinja2.Template | None:
+    """The environment that chat templates are written for. Raises ConfigError."""
+    if source is None:
+        return None
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateError as error:
+        raise ConfigError(f"chat template of the checkpoint: {error}") from error
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)

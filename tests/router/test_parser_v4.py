@@ -1,0 +1,119 @@
+"""DeepSeek-V4's output as reasoning, content and calls, however it is cut and whatever it lacks."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from sluice.router.parser_v4 import V4Parser
+
+OPEN, CLOSE = "<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"
+INVOKE, END_INVOKE = '<｜DSML｜invoke name="{}">\n', "</｜DSML｜invoke>\n"
+
+
+def parameter(name: str, value: str, string: str | None) -> str:
+    kind = f' string="{string}"' if string else ""
+    return f'<｜DSML｜parameter name="{name}"{kind}>{value}</｜DSML｜parameter>\n'
+
+
+def call(name: str, *parameters: str) -> str:
+    return INVOKE.format(name) + "".join(parameters) + END_INVOKE
+
+
+def block(*calls: str) -> str:
+    return f"\n\n{OPEN}\n{''.join(calls)}{CLOSE}"
+
+
+def parsed(pieces, *, reasoning=True, calls=True, complete=True):
+    """(reasoning, content, [(name, arguments)]) of an output that comes in pieces."""
+    parser = V4Parser(reasoning=reasoning, calls=calls)
+    parts = [part for piece in pieces for part in parser.push(piece)]
+    parts += parser.flush(complete=complete)
+    found: dict[int, list[str]] = {}
+    for part in (part.call for part in parts if part.call is not None):
+        name, arguments = found.setdefault(part.index, [part.name, ""])
+        found[part.index] = [name, arguments + part.arguments]
+    said = "".join(part.content for part in parts)
+    return "".join(part.reasoning for part in parts), said, [tuple(c) for c in found.values()]
+
+
+WEATHER = call(
+    "weather", parameter("city", 'Rio "de"\nJaneiro', "true"), parameter("n", "3", "false")
+)
+WEATHER_ARGUMENTS = {"city": 'Rio "de"\nJaneiro', "n": 3}
+OUTPUTS = [
+    ("let me see</think>hello", ("let me see", "hello", [])),
+    ("<think>let me see</think>hello", ("let me see", "hello", [])),
+    ("a < b, a <｜ b\n\n</think>x\n\n\n", ("a < b, a <｜ b\n\n", "x\n\n\n", [])),
+    ("never ends", ("never ends", "", [])),
+    ("<thi", ("<thi", "", [])),
+    ("", ("", "", [])),
+    ("r</think>look:" + block(WEATHER), ("r", "look:", [("weather", WEATHER_ARGUMENTS)])),
+    ("r" + block(WEATHER), ("r", "", [("weather", WEATHER_ARGUMENTS)])),  # </think> left out
+    (
+        "r</think>" + block(call("a"), call("b", parameter("x", "[1, {}]", "false"))) + "\nbye",
+        ("r", "\nbye", [("a", {}), ("b", {"x": [1, {}]})]),
+    ),
+    (
+        "</think>" + block(call("f", parameter("x", "{oops", "false"), parameter("y", "1", None))),
+        ("", "", [("f", {"x": "{oops", "y": 1})]),
+    ),
+    (
+        "</think>" + block(call("f", parameter("x", "NaN", "false"))),
+        ("", "", [("f", {"x": "NaN"})]),
+    ),
+    (
+        f"</think>{OPEN}{INVOKE.format('f')}{parameter('x', '1', 'false')}{CLOSE}",
+        ("", "", [("f", {"x": 1})]),  # </invoke> left out
+    ),
+    (
+        f'</think>{OPEN}{INVOKE.format("f")}<｜DSML｜parameter name="x" string="true">ab',
+        ("", "", [("f", {"x": "ab"})]),  # all ends left out
+    ),
+    (
+        f"</think>{OPEN}what is this {call('f')}and this{CLOSE}",
+        ("", "what is this and this", [("f", {})]),
+    ),
+    (f"</think>{OPEN}\n<｜DSML｜invoke nam", ("", "<｜DSML｜invoke nam", [])),
+    (f"</think>a {CLOSE} b <｜DSML｜invoke", ("", f"a {CLOSE} b <｜DSML｜invoke", [])),
+]
+
+
+def cuts(text: str, rng: random.Random) -> list[str]:
+    points = sorted(rng.sample(range(len(text) + 1), min(len(text), rng.randrange(8))))
+    return [text[a:b] for a, b in zip([0, *points], [*points, len(text)], strict=True)]
+
+
+@pytest.mark.parametrize(("output", "expected"), OUTPUTS, ids=lambda value: str(value)[:40])
+def test_any_cut_gives_the_same_parts(output, expected):
+    seed = random.randrange(2**32)
+    print(f"seed={seed}")
+    rng = random.Random(seed)
+    for pieces in ([output], list(output), *(cuts(output, rng) for _ in range(40))):
+        reasoning, content, calls = parsed(pieces)
+        found = [(name, json.loads(arguments)) for name, arguments in calls]
+        assert (reasoning, content, found) == expected, pieces
+
+
+def test_without_tools_calls_are_text_and_without_thinking_ends_are_too():
+    output = "r</think>" + block(WEATHER)
+    assert parsed([output], calls=False) == ("r", block(WEATHER), [])
+    assert parsed([output], reasoning=False, calls=False) == ("", output, [])
+
+
+def test_a_cut_off_call_stays_as_it_is():
+    output = block(WEATHER)
+    for end in range(len(output)):
+        _, _, calls = parsed([output[:end]], reasoning=False, complete=False)
+        whole = json.dumps(WEATHER_ARGUMENTS, ensure_ascii=False)
+        assert all(name == "weather" and whole.startswith(a) for name, a in calls)
+
+
+def test_long_strings_are_passed_on_while_they_come():
+    parser = V4Parser(reasoning=False, calls=True)
+    parser.push(f'{OPEN}\n{INVOKE.format("f")}<｜DSML｜parameter name="x" string="true">')
+    for _ in range(5):
+        [part] = parser.push("a line\n")
+        assert part.call.arguments == "a line\\n"
