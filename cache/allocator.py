@@ -30,36 +30,48 @@ class Allocator:
     def take(self, count: int) -> list[int]:
         """`count` free pages, each with one user; there must be as many."""
         assert count <= self.num_free, "the caller looks before it takes"
-        pages = [self._free.pop() for _ in range(count)]
+        pages = self._free[self.num_free - count :]
+        del self._free[self.num_free - count :]
+        pages.reverse()
         self.use(pages)
         return pages
 
+    # These four run for every page of every step: plain loops over local names, no calls.
+
     def use(self, pages: Iterable[int]) -> None:
         """One more user for each page."""
+        users = self._users
         for page in pages:
-            self.num_used += self._users[page] == 0
-            self._users[page] += 1
+            if not users[page]:
+                self.num_used += 1
+            users[page] += 1
 
     def unuse(self, pages: Iterable[int]) -> None:
         """One user less; a page that the cache does not keep either becomes free."""
+        users, keepers = self._users, self._keepers
         for page in pages:
-            assert self._users[page] > 0, f"page {page} has no user"
-            self._users[page] -= 1
-            self.num_used -= self._users[page] == 0
-            self._free_if_idle(page)
+            assert users[page] > 0, f"page {page} has no user"
+            users[page] -= 1
+            if not users[page]:
+                self.num_used -= 1
+                if not keepers[page]:
+                    self._free.append(page)
 
     def keep(self, pages: Iterable[int]) -> None:
         """One more cache entry for each page, which must not be free."""
+        users, keepers = self._users, self._keepers
         for page in pages:
-            assert self._users[page] or self._keepers[page], f"page {page} is free"
-            self._keepers[page] += 1
+            assert users[page] or keepers[page], f"page {page} is free"
+            keepers[page] += 1
 
     def unkeep(self, pages: Iterable[int]) -> None:
         """One cache entry less; a page without users then becomes free."""
+        users, keepers = self._users, self._keepers
         for page in pages:
-            assert self._keepers[page] > 0, f"page {page} is not cached"
-            self._keepers[page] -= 1
-            self._free_if_idle(page)
+            assert keepers[page] > 0, f"page {page} is not cached"
+            keepers[page] -= 1
+            if not keepers[page] and not users[page]:
+                self._free.append(page)
 
     def counts(self) -> list[tuple[int, int]]:
         """(users, keepers) of every page from 1 on, for the invariant checker."""
@@ -67,7 +79,3 @@ class Allocator:
 
     def free_pages(self) -> list[int]:
         return list(self._free)
-
-    def _free_if_idle(self, page: int) -> None:
-        if not self._users[page] and not self._keepers[page]:
-            self._free.append(page)

@@ -14,6 +14,7 @@ def plan_pages(
     max_requests: int,
     max_step_tokens: int,
     max_model_len: int,
+    keep_prefixes: bool = False,
     resume_share: float = 0.0,
 ) -> dict[TableSpec, int]:
     """Usable pages of each table, so that all pools together fit into `cache_bytes`.
@@ -21,7 +22,8 @@ def plan_pages(
     Tables with bounded retention get what `max_requests` requests can ever hold while a step
     computes `max_step_tokens` tokens, so an admitted request never finds them empty. The rest goes
     to the Full tables, with the same capacity in tokens for each, but for a `resume_share` of it:
-    that gives the bounded tables room for resume points of cached prefixes.
+    that gives the bounded tables room for resume points of cached prefixes. Unless prefixes are
+    kept, no more is taken than `max_requests` of the longest requests fill.
 
     Raises ValueError if the memory does not hold even one page of each Full table.
     """
@@ -47,8 +49,9 @@ def plan_pages(
     bytes_per_token = sum(page_bytes[table] / table.tokens_per_page for table in full)
     max_tokens = int(left_bytes / bytes_per_token) if full else 0
     for table in full:
-        most = max_requests * table.max_pages(1, max_model_len)
-        pages[table] = min(most, max_tokens // table.tokens_per_page)
+        pages[table] = max_tokens // table.tokens_per_page
+        if not keep_prefixes:
+            pages[table] = min(pages[table], max_requests * table.max_pages(1, max_model_len))
         if pages[table] < 1:
             needed = bounded_bytes + 2 * null_bytes
             raise ValueError(

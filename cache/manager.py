@@ -20,8 +20,9 @@ node's loop thread; no method may be called from another one.
 from __future__ import annotations
 
 import math
+from array import array
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sluice.cache.allocator import Allocator
@@ -44,11 +45,14 @@ class PageCopy:
 
 
 class PageTable:
-    """One request's physical pages in one table: logical pages [first, first + len(pages))."""
+    """One request's physical pages in one table: logical pages [first, first + len(pages)).
 
-    def __init__(self, first: int, pages: Sequence[int] = ()) -> None:
+    An array of 8-byte integers, since every step copies the pages of its requests into a tensor.
+    """
+
+    def __init__(self, first: int, pages: Iterable[int] = ()) -> None:
         self.first = first
-        self.pages = list(pages)
+        self.pages = array("q", pages)
 
     @property
     def end(self) -> int:
@@ -58,17 +62,38 @@ class PageTable:
         """The physical page of a logical one, which must be held."""
         return self.pages[logical_page - self.first]
 
-    def slice(self, logical: range) -> list[int]:
+    def slice(self, logical: range) -> array[int]:
         """Physical pages of these logical ones, all of which must be held."""
         assert not logical or (self.first <= logical.start and logical.stop <= self.end)
         return self.pages[logical.start - self.first : logical.stop - self.first]
 
-    def drop_before(self, logical_page: int) -> list[int]:
+    def drop_before(self, logical_page: int) -> array[int]:
         """Forget logical pages below `logical_page`; returns their physical pages."""
         count = max(0, min(logical_page - self.first, len(self.pages)))
         dropped, self.pages = self.pages[:count], self.pages[count:]
         self.first = max(self.first, logical_page)
         return dropped
+
+
+@dataclass
+class Holder:
+    """A request's pages, and until when a step changes nothing about them.
+
+    They reach for `room_tokens` tokens; from `expiry_tokens` computed tokens on, some expire.
+    """
+
+    tables: dict[TableSpec, PageTable]
+    room_tokens: int = 0
+    expiry_tokens: float = 0
+
+    def __post_init__(self) -> None:
+        self.update()
+
+    def update(self) -> None:
+        """Look again, after pages came or went."""
+        tables = self.tables.items()
+        self.room_tokens = min(pages.end * table.tokens_per_page for table, pages in tables)
+        self.expiry_tokens = min(table.page_expires_at(pages.first) for table, pages in tables)
 
 
 class CacheManager:
@@ -97,7 +122,7 @@ class CacheManager:
         self._allocators = {table: Allocator(num_pages[table]) for table in self.tables}
         self.unit_tokens = math.lcm(*(table.tokens_per_page for table in self._full))
         self._tree = PrefixTree(self._allocators, self._full, self.unit_tokens)
-        self._holders: dict[str, dict[TableSpec, PageTable]] = {}
+        self._holders: dict[str, Holder] = {}
 
     def keys_of(self, token_ids: Sequence[int], salt: str = "") -> PrefixKeys:
         """Keys of a prompt; requests with different salts never share."""
@@ -136,7 +161,7 @@ class CacheManager:
             raise
         finally:
             self._unuse({table: PageTable(0, pages) for table, pages in sources.items()})
-        self._holders[holder] = held
+        self._holders[holder] = Holder(held)
         return [
             PageCopy(table, page, held[table].page(num_tokens // table.tokens_per_page))
             for table, pages in sources.items()
@@ -146,21 +171,30 @@ class CacheManager:
     def extend(self, holder: str, start: int, end: int) -> None:
         """Add the pages needed while tokens [start, end) are computed. Raises NoRoom."""
         held = self._holders[holder]
-        self._grow(held, {table: table.pages(start, end) for table in self.tables})
+        if end > held.room_tokens:
+            self._grow(held.tables, {table: table.pages(start, end) for table in self.tables})
+            held.update()
 
     def cache_history(self, holder: str, keys: PrefixKeys, num_tokens: int) -> None:
         """Keep the whole units among the holder's first `num_tokens` computed tokens."""
         if not self._prefix_cache:
             return
-        held = self._holders[holder]
+        held = self._holders[holder].tables
         units = keys.upto(num_tokens // self.unit_tokens)
         self._tree.add_history(units, {table: held[table].pages for table in self._full})
 
     def cache_resume(
-        self, holder: str, keys: PrefixKeys, token_ids: Sequence[int], num_tokens: int
+        self,
+        holder: str,
+        keys: PrefixKeys,
+        token_ids: Sequence[int],
+        num_tokens: int,
+        *,
+        spare: bool = False,
     ) -> list[PageCopy]:
         """Keep what it takes to go on from `num_tokens`, which the holder has just computed.
 
+        spare: give it up before all others, until it is used for the first time.
         Its history must be cached. Returns copies to carry out before the holder goes on; a page
         it still writes into is not shared. Does nothing where there is no room.
         """
@@ -172,31 +206,35 @@ class CacheManager:
         targets = self._targets_to_resume(num_tokens)
         if targets is None:
             return []
-        copies = []
+        copies: list[PageCopy] = []
         if self._tree.can_add_resume(units, tail):  # making room may have taken the history
-            held = self._holders[holder]
+            held = self._holders[holder].tables
             resume, copies = self._resume(held, start, num_tokens, targets)
-            self._tree.add_resume(units, tail, resume)
+            self._tree.add_resume(units, tail, resume, spare=spare)
         for table, page in targets.items():
             self._allocators[table].unuse([page])
         return copies
 
     def expire(self, holder: str, num_tokens: int) -> None:
         """Give back pages that no row live at `num_tokens` computed tokens lies in."""
-        for table, held in self._holders[holder].items():
-            start = table.pages(num_tokens, num_tokens).start
-            self._allocators[table].unuse(held.drop_before(start))
+        held = self._holders[holder]
+        if num_tokens >= held.expiry_tokens:
+            for table, pages in held.tables.items():
+                expired = pages.drop_before(table.first_page(num_tokens))
+                self._allocators[table].unuse(expired)
+            held.update()
 
     def release(self, holder: str) -> None:
         """Give back all pages of the request."""
-        self._unuse(self._holders.pop(holder))
+        self._unuse(self._holders.pop(holder).tables)
 
     def clear_cache(self) -> None:
         """Evict everything that no request uses."""
         self._tree.clear()
 
     def page_tables(self, holder: str) -> Mapping[TableSpec, PageTable]:
-        return self._holders[holder]
+        """The holder's pages in every table, in the order of `tables`."""
+        return self._holders[holder].tables
 
     def __contains__(self, holder: str) -> bool:
         return holder in self._holders
@@ -214,12 +252,13 @@ class CacheManager:
         self._tree.check()
         kept = self._tree.kept_pages()
         for table, allocator in self._allocators.items():
-            users = Counter(p for held in self._holders.values() for p in held[table].pages)
+            users = Counter(p for held in self._holders.values() for p in held.tables[table].pages)
             keepers = Counter(kept[table])
             for page, counts in enumerate(allocator.counts(), start=1):
                 assert counts == (users[page], keepers[page]), f"{table}: page {page} miscounted"
-            idle = [p for p in range(1, allocator.num_pages + 1) if not users[p] and not keepers[p]]
-            assert sorted(allocator.free_pages()) == idle, f"{table}: the free list is wrong"
+            idle = set(range(1, allocator.num_pages + 1)) - users.keys() - keepers.keys()
+            free = allocator.free_pages()
+            assert len(free) == len(idle) and set(free) == idle, f"{table}: the free list is wrong"
             assert allocator.num_used == len(users), f"{table}: used pages are miscounted"
 
     @staticmethod
@@ -235,7 +274,7 @@ class CacheManager:
         shared = PageTable(wanted.start, hit.history.get(table, ()))
         if hit.resume is not None and table in hit.resume.pages:
             whole = hit.num_tokens // table.tokens_per_page - hit.resume.first[table]
-            shared.pages += hit.resume.pages[table][:whole]
+            shared.pages.extend(hit.resume.pages[table][:whole])
         return shared
 
     @staticmethod
@@ -276,7 +315,8 @@ class CacheManager:
 
     def _grow(self, held: Mapping[TableSpec, PageTable], wanted: Mapping[TableSpec, range]) -> None:
         """Extend `held` to the end of `wanted` in all tables, or raise NoRoom and in none."""
-        missing = {table: max(0, wanted[table].stop - held[table].end) for table in wanted}
+        missing = {t: pages.stop - held[t].end for t, pages in wanted.items()}
+        missing = {table: count for table, count in missing.items() if count > 0}
         for table, count in missing.items():
             if not self._make_room(table, count):
                 pools = ", ".join(spec.name for spec in self.specs if spec.table == table)
@@ -285,7 +325,7 @@ class CacheManager:
                     f"pools {pools}: {count} pages needed, {free} of {self.num_pages[table]} free"
                 )
         for table, count in missing.items():
-            held[table].pages += self._allocators[table].take(count)
+            held[table].pages.extend(self._allocators[table].take(count))
 
     def _make_room(self, table: TableSpec, num_pages: int) -> bool:
         """Whether the table has so many free pages, once the cache has given up what it can."""

@@ -52,11 +52,15 @@ class Resume:
 
 @dataclass(frozen=True)
 class Hit:
-    """A cached prefix. `history` has each Full table's whole pages, from logical page 0 on."""
+    """A cached prefix. `history` has each Full table's whole pages, from logical page 0 on.
+
+    known_tokens: how long the cached history is; a prompt that shares it was computed before.
+    """
 
     num_tokens: int = 0
     history: Pages = field(default_factory=dict)
     resume: Resume | None = None
+    known_tokens: int = 0
 
 
 class PrefixTree:
@@ -72,6 +76,7 @@ class PrefixTree:
         self._history_suffices = len(self._full) == len(allocators)
         self._units: OrderedDict[Key, Unit] = OrderedDict()
         self._resumes: OrderedDict[TailKey, Resume] = OrderedDict()
+        self._spares: OrderedDict[TailKey, Resume] = OrderedDict()
         self._tails: defaultdict[Key, set[TailKey]] = defaultdict(set)  # by their last unit
 
     def __len__(self) -> int:
@@ -79,52 +84,58 @@ class PrefixTree:
 
     @property
     def num_resumes(self) -> int:
-        return len(self._resumes)
+        return len(self._resumes) + len(self._spares)
 
     def history(self, keys: PrefixKeys) -> Hit:
         """The longest cached history of a prompt with these keys."""
         units = self._path(keys)
-        self._touch(units)
-        return Hit(len(units) * self.unit_tokens, self._pages_of(units))
+        self._touch(units[-1] if units else None)
+        num_tokens = len(units) * self.unit_tokens
+        return Hit(num_tokens, self._pages_of(units), known_tokens=num_tokens)
 
     def resumable(self, keys: PrefixKeys, token_ids: Sequence[int]) -> Hit:
         """The longest cached prefix that can be resumed and leaves a token to compute."""
         units = self._path(keys)
-        limit = len(token_ids) - 1
+        known_tokens, limit = len(units) * self.unit_tokens, len(token_ids) - 1
         for depth in range(len(units), -1, -1):
             num_tokens = depth * self.unit_tokens
-            tail_key = self._longest_tail(keys.upto(depth).last, token_ids, num_tokens, limit)
+            last = units[depth - 1].key if depth else keys.root
+            tail_key = self._longest_tail(last, token_ids, num_tokens, limit)
             if tail_key is None and not (self._history_suffices and 0 < num_tokens <= limit):
                 continue
-            self._touch(units[:depth])
+            self._touch(units[depth - 1] if depth else None)
             resume = None
             if tail_key is not None:
-                self._resumes.move_to_end(tail_key)
-                resume = self._resumes[tail_key]
+                resume = self._prove(tail_key)
                 num_tokens = resume.num_tokens
-            return Hit(num_tokens, self._pages_of(units[:depth]), resume)
-        return Hit()
+            return Hit(num_tokens, self._pages_of(units[:depth]), resume, known_tokens)
+        return Hit(known_tokens=known_tokens)
 
     def add_history(self, keys: PrefixKeys, pages: Pages) -> None:
         """Keep whole units; pages: each Full table's, from logical page 0, at least that many."""
-        units: list[Unit] = []
-        for depth, key in enumerate(keys.units):
-            unit = self._units.get(key)
-            if unit is None:
-                unit = self._new_unit(key, units[-1] if units else None, depth, pages)
-            units.append(unit)
-        self._touch(units)
+        known = len(keys.units)  # mostly all but what the last chunk added
+        while known and keys.units[known - 1] not in self._units:
+            known -= 1
+        unit = self._units[keys.units[known - 1]] if known else None
+        for depth in range(known, len(keys.units)):
+            unit = self._new_unit(keys.units[depth], unit, depth, pages)
+        self._touch(unit)
 
     def can_add_resume(self, keys: PrefixKeys, tail: tuple[int, ...]) -> bool:
         """Whether a resume point there would be new, and its history is cached."""
-        if (keys.last, tail) in self._resumes:
+        if (keys.last, tail) in self._tails.get(keys.last, ()):
             return False
-        return len(self._path(keys)) == len(keys.units)
+        return not keys.units or keys.last in self._units  # a unit is there only with all before
 
-    def add_resume(self, keys: PrefixKeys, tail: tuple[int, ...], resume: Resume) -> None:
-        """Keep a resume point after the units of `keys` and the tokens of `tail`."""
+    def add_resume(
+        self, keys: PrefixKeys, tail: tuple[int, ...], resume: Resume, *, spare: bool
+    ) -> None:
+        """Keep a resume point after the units of `keys` and the tokens of `tail`.
+
+        spare: it goes before all others, until it is used for the first time.
+        """
         assert self.can_add_resume(keys, tail), "look before adding"
-        self._resumes[keys.last, tail] = resume
+        (self._spares if spare else self._resumes)[keys.last, tail] = resume
         self._tails[keys.last].add((keys.last, tail))
         for table, kept in resume.pages.items():
             self._allocators[table].keep(kept)
@@ -137,26 +148,26 @@ class PrefixTree:
         """
         allocator = self._allocators[table]
         while allocator.num_free < num_pages:
-            if table not in self._full and self._resumes:
-                self._drop_resume(next(iter(self._resumes)))
-            elif table in self._full and self._units:
+            if table in self._full and self._units:
                 self._drop_unit(next(iter(self._units.values())))
-            elif self._resumes:
-                self._drop_resume(next(iter(self._resumes)))
+            elif resumes := self._spares or self._resumes:
+                self._drop_resume(next(iter(resumes)))
             else:
                 return
 
     def clear(self) -> None:
         """Give up everything."""
-        while self._resumes:
-            self._drop_resume(next(iter(self._resumes)))
+        while resumes := self._spares or self._resumes:
+            self._drop_resume(next(iter(resumes)))
         while self._units:
             self._drop_unit(next(iter(self._units.values())))
 
     def kept_pages(self) -> dict[TableSpec, list[int]]:
         """Every page the tree keeps, as often as it keeps it, for the invariant checker."""
         kept: dict[TableSpec, list[int]] = {table: [] for table in self._allocators}
-        for entry in (*self._units.values(), *self._resumes.values()):
+        entries: list[Unit | Resume] = [*self._units.values()]
+        entries += (*self._spares.values(), *self._resumes.values())
+        for entry in entries:
             for table, pages in entry.pages.items():
                 kept[table] += pages
         return kept
@@ -172,8 +183,8 @@ class PrefixTree:
         if self._units:
             assert next(iter(self._units.values())).num_children == 0, "the oldest unit is a leaf"
         hanging = {tail_key for tails in self._tails.values() for tail_key in tails}
-        assert hanging == set(self._resumes)
-        for (last, _), resume in self._resumes.items():
+        assert hanging == self._resumes.keys() | self._spares.keys()
+        for (last, _), resume in (*self._resumes.items(), *self._spares.items()):
             deep = resume.num_tokens >= self.unit_tokens
             assert not deep or last in self._units, "a resume point without its history"
 
@@ -215,12 +226,22 @@ class PrefixTree:
         assert len(own) == count, "history is added by whole units"
         return own
 
-    def _touch(self, units: Sequence[Unit]) -> None:
-        for unit in reversed(units):
+    def _touch(self, unit: Unit | None) -> None:
+        """Mark the unit and all before it as used last, the first of them latest."""
+        while unit is not None:
             self._units.move_to_end(unit.key)
+            unit = unit.parent
+
+    def _prove(self, tail_key: TailKey) -> Resume:
+        """The resume point, which is used now: it is no spare one any more."""
+        resume = self._resumes[tail_key] = self._take(tail_key)
+        return resume
+
+    def _take(self, tail_key: TailKey) -> Resume:
+        return (self._spares if tail_key in self._spares else self._resumes).pop(tail_key)
 
     def _drop_resume(self, tail_key: TailKey) -> None:
-        resume = self._resumes.pop(tail_key)
+        resume = self._take(tail_key)
         self._tails[tail_key[0]].discard(tail_key)
         if not self._tails[tail_key[0]]:
             del self._tails[tail_key[0]]

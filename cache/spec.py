@@ -14,8 +14,10 @@ Three retentions say which rows must stay once `num_tokens` tokens are computed:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
@@ -31,6 +33,10 @@ class Full:
         """First token whose row must stay when `num_tokens` tokens are computed."""
         return 0
 
+    def expires_at(self, token: int) -> float:
+        """The number of computed tokens from which on the row of `token` need not stay."""
+        return math.inf
+
 
 @dataclass(frozen=True)
 class Window:
@@ -44,6 +50,9 @@ class Window:
 
     def first_live(self, num_tokens: int) -> int:
         return max(0, num_tokens - (self.size - 1))
+
+    def expires_at(self, token: int) -> float:
+        return token + self.size
 
 
 @dataclass(frozen=True)
@@ -60,6 +69,9 @@ class Block:
     def first_live(self, num_tokens: int) -> int:
         return max(0, (num_tokens // self.size - self.overlap) * self.size)
 
+    def expires_at(self, token: int) -> float:
+        return (token // self.size + 1 + self.overlap) * self.size
+
 
 Retention = Full | Window | Block
 
@@ -71,6 +83,14 @@ class TableSpec:
     tokens_per_page: int
     retention: Retention
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Found once: tables are the keys of every look-up in the step loops."""
+        return hash((self.tokens_per_page, self.retention))
+
     @property
     def keeps_all(self) -> bool:
         """Whether pages stay as long as the request lives, so that they grow with it."""
@@ -81,8 +101,20 @@ class TableSpec:
 
         `pages(n, n)` is what it holds between steps, with n tokens computed.
         """
-        first = self.retention.first_live(start) // self.tokens_per_page
-        return range(first, max(first, ceil_div(end, self.tokens_per_page)))
+        first = self.first_page(start)
+        return range(first, max(first, self.page_end(end)))
+
+    def first_page(self, num_tokens: int) -> int:
+        """The first logical page held with `num_tokens` tokens computed."""
+        return self.retention.first_live(num_tokens) // self.tokens_per_page
+
+    def page_expires_at(self, logical_page: int) -> float:
+        """The number of computed tokens from which on the page need not be held."""
+        return self.retention.expires_at((logical_page + 1) * self.tokens_per_page - 1)
+
+    def page_end(self, num_tokens: int) -> int:
+        """One past the logical page of the last of `num_tokens` tokens."""
+        return -(-num_tokens // self.tokens_per_page)
 
     def pages_to_admit(self, num_tokens: int, max_tokens: int) -> range:
         """Logical pages to take when a request with `num_tokens` computed tokens is admitted.
