@@ -54,7 +54,7 @@ BOUNDED = [spec for spec in SPECS if not spec.table.keeps_all]
 RESUME_BYTES = sum(len(s.pages(1024, 1024)) * s.page_bytes for s in BOUNDED)
 
 RESUME_EVERY_TOKENS = RoleConfig().resume_every_tokens
-SWEEP = ((2048, 0.2), (4096, 0.2), (NEVER_TOKENS, 0.2), (1024, 0.1), (1024, 0.3))
+SWEEP = ((1024, 0.2), (2048, 0.2), (8192, 0.2), (4096, 0.1), (4096, 0.3))
 TOLERANCE = 0.02
 
 
@@ -90,14 +90,16 @@ def cases(trace: Trace, memories: Sequence[str], *, sweep: bool) -> Iterator[Cas
     """Ours and what it is compared with, for every memory; other parameters of ours on request."""
     for memory in memories:
         size = memory_bytes(memory, trace)
-        yield Case(memory, size)
-        if size is None:
+        if size is None:  # resume points cost nothing: one at every block
+            yield Case(memory, size, resume_every_tokens=trace.block_tokens)
             continue
+        yield Case(memory, size)
         for every, share in SWEEP if sweep else ():
             yield Case(memory, size, resume_every_tokens=every, resume_share=share)
         yield Case(memory, size, "fixed distance")
         yield Case(memory, size, "prompt's end", NEVER_TOKENS)
-        yield Case(memory, size, "whole-prefix LRU", resume_share=0.0)
+        for every in (1024, 2048, 4096) if sweep else (RESUME_EVERY_TOKENS,):
+            yield Case(memory, size, "whole-prefix LRU", every, 0.0)
 
 
 def memory_bytes(memory: str, trace: Trace) -> int | None:

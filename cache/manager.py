@@ -117,7 +117,7 @@ class CacheManager:
         self.num_pages = dict(num_pages)
         self.max_requests = max_requests
         self._identity = identity
-        self._prefix_cache = prefix_cache
+        self.prefix_cache = prefix_cache
         self._full = tuple(table for table in self.tables if table.keeps_all)
         self._allocators = {table: Allocator(num_pages[table]) for table in self.tables}
         self.unit_tokens = math.lcm(*(table.tokens_per_page for table in self._full))
@@ -177,7 +177,7 @@ class CacheManager:
 
     def cache_history(self, holder: str, keys: PrefixKeys, num_tokens: int) -> None:
         """Keep the whole units among the holder's first `num_tokens` computed tokens."""
-        if not self._prefix_cache:
+        if not self.prefix_cache:
             return
         held = self._holders[holder].tables
         units = keys.upto(num_tokens // self.unit_tokens)
@@ -201,7 +201,7 @@ class CacheManager:
         units = keys.upto(num_tokens // self.unit_tokens)
         start = len(units.units) * self.unit_tokens
         tail = tuple(token_ids[start:num_tokens])
-        if not self._prefix_cache or not self._tree.can_add_resume(units, tail):
+        if not self.prefix_cache or not self._tree.can_add_resume(units, tail):
             return []
         targets = self._targets_to_resume(num_tokens)
         if targets is None:

@@ -64,7 +64,7 @@ class RoleConfig(Section):
     max_batch_tokens: int = Field(512, gt=0)  # tokens one step computes (the chunk size)
     max_running_requests: int = Field(16, gt=0)  # requests a node holds pages for
     prefix_cache: bool = True  # keep pages of finished work for requests that begin the same
-    resume_every_tokens: int = Field(1024, gt=0)  # prefill: where in long prompts work can resume
+    resume_every_tokens: int = Field(4096, gt=0)  # prefill: where in long prompts work can resume
     num_cpus: int = Field(1, ge=1)  # CPU cores, and torch threads, of one node
     num_gpus: int = Field(0, ge=0)
     tensor_parallel: Literal[1] = 1

@@ -141,6 +141,8 @@ class PrefillScheduler:
         Another prompt may turn off where one did. A conversation goes on from its end, but where a
         chat template writes the last few tokens anew, from the unit before.
         """
+        if not self._manager.prefix_cache:
+            return frozenset()
         unit = self._manager.unit_tokens
         return frozenset({hit.known_tokens, job.num_prompt_tokens // unit * unit})
 

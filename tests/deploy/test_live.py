@@ -128,14 +128,19 @@ async def num_recalled(live, distance, seed=0):
     return sum(task.is_right(answer) for task, answer in zip(tasks, answers, strict=True))
 
 
-@pytest.mark.parametrize("distance", [64, 512])
-async def test_nothing_is_recalled_while_the_pool_that_carries_it_reads_as_zeros(live, distance):
+@pytest.mark.parametrize(
+    ("pool", "distance"), [("c4_kv", 64), ("c4_kv", 2048), ("c4_index_k", 512)]
+)
+async def test_nothing_is_recalled_while_a_pool_that_carries_it_reads_as_zeros(
+    live, pool, distance
+):
     nodes = [*live.nodes("prefill"), *live.nodes("decode")]
-    live.inside("deaden", "c4_kv", *nodes)
+    seed = WORDS_AT_DISTANCE[distance] + len(pool)  # texts that are not cached
+    live.inside("deaden", pool, *nodes)
     try:
-        assert await num_recalled(live, distance, seed=1) == 0  # texts that are not cached
+        assert await num_recalled(live, distance, seed=seed) == 0
     finally:
-        live.inside("revive", "c4_kv", *nodes)
+        live.inside("revive", pool, *nodes)
     assert await num_recalled(live, distance) >= 9
 
 

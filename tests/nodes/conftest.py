@@ -42,7 +42,7 @@ class Single:
         rows, reason = {}, None
         while reason is None:
             start = state.num_computed_tokens
-            end = min(len(state.token_ids), start + self.chunk_tokens)
+            end = self._chunk_end(start, prompt if start < prompt else len(state.token_ids))
             manager.extend(state.grant_id, start, end)
             logits = self.runner.step([Chunk(state, start, end)])
             state.num_computed_tokens = end
@@ -54,6 +54,12 @@ class Single:
                 reason = state.append(choice.token_id)
         manager.release(state.grant_id)
         return state.token_ids[prompt:], rows
+
+    def _chunk_end(self, start, num_tokens):
+        """Where a node's chunk ends that has nothing cached: the rows' last bits depend on it."""
+        manager, end = self.runner.manager, min(num_tokens, start + self.chunk_tokens)
+        last_unit = num_tokens // manager.unit_tokens * manager.unit_tokens
+        return min(end, last_unit) if manager.prefix_cache and start < last_unit else end
 
 
 def runner_of(config, role, wrap=lambda model: model):
@@ -208,6 +214,7 @@ def config_of():
             "model": {"path": str(checkpoint), "max_model_len": 1024},
             "prefill": {"max_batch_tokens": 48} | common,
             "decode": common,
+            "transfer": {"lease_s": 300},  # no router gives a sign of life here
         }
         for section, values in changes.items():
             data[section] = data.get(section, {}) | values
