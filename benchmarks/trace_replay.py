@@ -54,7 +54,7 @@ BOUNDED = [spec for spec in SPECS if not spec.table.keeps_all]
 RESUME_BYTES = sum(len(s.pages(1024, 1024)) * s.page_bytes for s in BOUNDED)
 
 RESUME_EVERY_TOKENS = RoleConfig().resume_every_tokens
-SWEEP = ((1024, 0.2), (2048, 0.2), (8192, 0.2), (4096, 0.1), (4096, 0.3))
+SWEEP = ((1024, 0.2), (2048, 0.2), (8192, 0.2), (4096, 0.1), (4096, 0.2))
 TOLERANCE = 0.02
 
 
