@@ -152,20 +152,22 @@ class CacheManager:
             raise NoRoom(f"{self.max_requests} requests are running (max_running_requests)")
         wanted = {table: table.pages_to_admit(num_tokens, max_tokens) for table in self.tables}
         held = {table: self._shared(table, wanted[table], hit or Hit()) for table in self.tables}
-        sources = {t: self._partial_page(t, hit) for t in self.tables} if hit else {}
-        self._use(held, sources)
+        # Making room must evict neither what is shared nor what is still to be copied from.
+        sources = {table: self._partial_page(table, hit or Hit()) for table in self.tables}
+        self._use(held)
+        self._use(sources)
         try:
             self._grow(held, wanted)
         except NoRoom:
             self._unuse(held)
             raise
         finally:
-            self._unuse({table: PageTable(0, pages) for table, pages in sources.items()})
+            self._unuse(sources)
         self._holders[holder] = Holder(held)
         return [
-            PageCopy(table, page, held[table].page(num_tokens // table.tokens_per_page))
-            for table, pages in sources.items()
-            for page in pages
+            PageCopy(table, page, held[table].page(partial.first))
+            for table, partial in sources.items()
+            for page in partial.pages
         ]
 
     def extend(self, holder: str, start: int, end: int) -> None:
@@ -278,12 +280,13 @@ class CacheManager:
         return shared
 
     @staticmethod
-    def _partial_page(table: TableSpec, hit: Hit) -> list[int]:
+    def _partial_page(table: TableSpec, hit: Hit) -> PageTable:
         """The cached page that holds rows on both sides of the hit's end, if there is one."""
+        logical = hit.num_tokens // table.tokens_per_page
         if hit.resume is None or table not in hit.resume.pages:
-            return []
-        whole = hit.num_tokens // table.tokens_per_page - hit.resume.first[table]
-        return list(hit.resume.pages[table][whole:])
+            return PageTable(logical)
+        whole = logical - hit.resume.first[table]
+        return PageTable(logical, hit.resume.pages[table][whole:])
 
     def _targets_to_resume(self, num_tokens: int) -> dict[TableSpec, int] | None:
         """A page to copy to for each table whose page is cut by `num_tokens`; None if no room."""
@@ -335,13 +338,9 @@ class CacheManager:
         self._tree.evict(table, num_pages)
         return allocator.num_free >= num_pages
 
-    def _use(
-        self, held: Mapping[TableSpec, PageTable], sources: Mapping[TableSpec, Sequence[int]]
-    ) -> None:
+    def _use(self, held: Mapping[TableSpec, PageTable]) -> None:
         for table, pages in held.items():
             self._allocators[table].use(pages.pages)
-        for table, more in sources.items():
-            self._allocators[table].use(more)
 
     def _unuse(self, held: Mapping[TableSpec, PageTable]) -> None:
         for table, pages in held.items():

@@ -18,11 +18,11 @@ import logging
 from collections import Counter
 from typing import cast
 
-from sluice.deploy.background import Background, first_of
 from sluice.deploy.backoff import Backoff
 from sluice.deploy.introductions import farewell, introduce
 from sluice.deploy.launcher import Launcher
 from sluice.deploy.node_record import NodeRecord
+from sluice.deploy.race import first_of
 from sluice.deploy.router_keeper import RouterKeeper, ServingNodes
 from sluice.engine.config import SluiceConfig
 from sluice.engine.protocol import (
@@ -36,6 +36,7 @@ from sluice.engine.protocol import (
     Role,
     SluiceError,
 )
+from sluice.router.background import Background
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ class Controller:
     async def start(self) -> str:
         """Start the router, then begin to start nodes. Returns the URL. Raises ConfigError."""
         url = await self._router.start()
-        self._background.add(self._router.keep())
+        self._background.spawn(self._router.keep())
         self._reconcile()
         return url
 
@@ -123,7 +124,7 @@ class Controller:
     async def stop(self) -> None:
         """Let the router finish its streams, then end every process."""
         await self._router.stop()
-        await self._background.cancel()
+        await self._background.drain(limit_s=0)
         await asyncio.gather(*(node.handle.stop() for node in self._nodes.values()))
 
     def _all_ready(self) -> bool:
@@ -161,7 +162,7 @@ class Controller:
         log.info("event=node_starting node=%s", node_id)
         node = NodeRecord(node_id, role, self._launcher.node(role, node_id))
         self._nodes[node_id] = node
-        self._background.add(self._live(node))
+        self._background.spawn(self._live(node))
 
     def _let_go(self, node: NodeRecord) -> None:
         log.info("event=node_draining node=%s", node.node_id)
@@ -181,7 +182,7 @@ class Controller:
         self._changed.set()
         await self._router.publish()
         if node.role is Role.DECODE:
-            self._background.add(farewell(node, list(self._nodes.values())))
+            self._background.spawn(farewell(node, list(self._nodes.values())))
         await node.handle.stop()
         if node.death is not None:
             await self._mourn(node)

@@ -6,8 +6,8 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 
-from sluice.deploy.background import first_of
 from sluice.deploy.launcher import NodeHandle
+from sluice.deploy.race import first_of
 from sluice.engine.protocol import NodeEntry, NodeInfo, NodeLost, NodeState, Role
 
 

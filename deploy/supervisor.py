@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from sluice.deploy import ray_environment, state
-from sluice.deploy.background import first_of
+from sluice.deploy.race import first_of
 from sluice.engine.config import SluiceConfig
 from sluice.engine.protocol import ClusterState, ConfigError, NodeLost
 
