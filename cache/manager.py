@@ -101,6 +101,8 @@ class CacheManager:
 
     identity: what cached rows depend on besides token ids, such as the model's fingerprint.
     prefix_cache: without it nothing outlives its request.
+    replay_tokens: how far before the end of a cached history computing must start for window and
+        state to come out right though none of it is at hand; None if it never does.
     """
 
     def __init__(
@@ -111,6 +113,7 @@ class CacheManager:
         *,
         identity: str = "",
         prefix_cache: bool = True,
+        replay_tokens: int | None = None,
     ) -> None:
         self.specs = tuple(specs)
         self.tables = tables_of(specs)
@@ -121,7 +124,9 @@ class CacheManager:
         self._full = tuple(table for table in self.tables if table.keeps_all)
         self._allocators = {table: Allocator(num_pages[table]) for table in self.tables}
         self.unit_tokens = math.lcm(*(table.tokens_per_page for table in self._full))
-        self._tree = PrefixTree(self._allocators, self._full, self.unit_tokens)
+        if len(self._full) == len(self.tables):
+            replay_tokens = 0  # history is all there is
+        self._tree = PrefixTree(self._allocators, self._full, self.unit_tokens, replay_tokens)
         self._holders: dict[str, Holder] = {}
 
     def keys_of(self, token_ids: Sequence[int], salt: str = "") -> PrefixKeys:
@@ -131,7 +136,9 @@ class CacheManager:
     def find_resumable(self, keys: PrefixKeys, token_ids: Sequence[int]) -> Hit:
         """The longest cached prefix from which these tokens can be computed on.
 
-        It leaves at least one token to compute.
+        It leaves at least one token to compute. Where the hit's `history_tokens` reach further, the
+        tokens up to there are computed for window and state only: their rows in Full pools must
+        not be written, and nothing may be resumed before.
         """
         return self._tree.resumable(keys, token_ids)
 

@@ -7,8 +7,14 @@ kept for that, with lives of their own:
     resume    at chosen lengths n, the pages(n, n) of the               ▲      ▲
     points    other tables, and Full pages cut by n                     n1     n2
 
-History without a resume point saves a transfer (the receiver gets window and state anyway) but no
-computation; that is why resume points may be dropped alone, and fall with the history below them.
+History without a resume point saves a transfer (the receiver gets window and state anyway). It
+saves computation too, all but a fixed number of tokens at its end, which are replayed: computed
+again for the window and state they leave, while the history keeps its rows.
+
+    |unit|unit|unit|unit|              replay_tokens is the model's; nothing where all is history
+                ├replay─┤──new──►
+
+So resume points may be dropped alone, and fall with the history below them.
 
 Both are ordered by last use. Using a prefix touches its units from the deepest to the root, so the
 unit used longest ago never has children.
@@ -54,12 +60,15 @@ class Resume:
 class Hit:
     """A cached prefix. `history` has each Full table's whole pages, from logical page 0 on.
 
+    num_tokens: where computing, or sending, goes on.
+    history_tokens: where the history ends; beyond `num_tokens` where tokens are replayed.
     known_tokens: how long the cached history is; a prompt that shares it was computed before.
     """
 
     num_tokens: int = 0
     history: Pages = field(default_factory=dict)
     resume: Resume | None = None
+    history_tokens: int = 0
     known_tokens: int = 0
 
 
@@ -67,13 +76,21 @@ class PrefixTree:
     """Cached prefixes over the allocators of a node's tables. Belongs to the loop thread."""
 
     def __init__(
-        self, allocators: Mapping[TableSpec, Allocator], full: Sequence[TableSpec], unit_tokens: int
+        self,
+        allocators: Mapping[TableSpec, Allocator],
+        full: Sequence[TableSpec],
+        unit_tokens: int,
+        replay_tokens: int | None,
     ) -> None:
-        """full: the tables that keep everything, whose spans divide `unit_tokens`."""
+        """full: the tables that keep everything, whose spans divide `unit_tokens`.
+
+        replay_tokens: how many tokens at the end of a history must be computed again; None if only
+        resume points help.
+        """
         self.unit_tokens = unit_tokens
         self._allocators = allocators
         self._full = tuple(full)
-        self._history_suffices = len(self._full) == len(allocators)
+        self._replay_tokens = replay_tokens
         self._units: OrderedDict[Key, Unit] = OrderedDict()
         self._resumes: OrderedDict[TailKey, Resume] = OrderedDict()
         self._spares: OrderedDict[TailKey, Resume] = OrderedDict()
@@ -91,25 +108,31 @@ class PrefixTree:
         units = self._path(keys)
         self._touch(units[-1] if units else None)
         num_tokens = len(units) * self.unit_tokens
-        return Hit(num_tokens, self._pages_of(units), known_tokens=num_tokens)
+        return Hit(
+            num_tokens,
+            self._pages_of(units),
+            history_tokens=num_tokens,
+            known_tokens=num_tokens,
+        )
 
     def resumable(self, keys: PrefixKeys, token_ids: Sequence[int]) -> Hit:
         """The longest cached prefix that can be resumed and leaves a token to compute."""
         units = self._path(keys)
         known_tokens, limit = len(units) * self.unit_tokens, len(token_ids) - 1
-        for depth in range(len(units), -1, -1):
-            num_tokens = depth * self.unit_tokens
-            last = units[depth - 1].key if depth else keys.root
-            tail_key = self._longest_tail(last, token_ids, num_tokens, limit)
-            if tail_key is None and not (self._history_suffices and 0 < num_tokens <= limit):
-                continue
-            self._touch(units[depth - 1] if depth else None)
-            resume = None
-            if tail_key is not None:
-                resume = self._prove(tail_key)
-                num_tokens = resume.num_tokens
-            return Hit(num_tokens, self._pages_of(units[:depth]), resume, known_tokens)
-        return Hit(known_tokens=known_tokens)
+        depth, tail_key = self._longest_resume(units, keys, token_ids, limit)
+        num_tokens = depth * self.unit_tokens + len(tail_key[1]) if tail_key else 0
+        replayable = min(len(units), limit // self.unit_tokens)
+        start = self._replayed_from(replayable)
+        if start > num_tokens:
+            depth, tail_key, num_tokens = replayable, None, start
+        self._touch(units[depth - 1] if depth else None)
+        return Hit(
+            num_tokens,
+            self._pages_of(units[:depth]),
+            resume=self._prove(tail_key) if tail_key else None,
+            history_tokens=max(num_tokens, depth * self.unit_tokens),
+            known_tokens=known_tokens,
+        )
 
     def add_history(self, keys: PrefixKeys, pages: Pages) -> None:
         """Keep whole units; pages: each Full table's, from logical page 0, at least that many."""
@@ -199,6 +222,23 @@ class PrefixTree:
 
     def _pages_of(self, units: Sequence[Unit]) -> Pages:
         return {table: [p for unit in units for p in unit.pages[table]] for table in self._full}
+
+    def _replayed_from(self, num_units: int) -> int:
+        """Where computing must start for the history to be of use, 0 if that is no gain."""
+        if self._replay_tokens is None:
+            return 0
+        return max(0, num_units * self.unit_tokens - self._replay_tokens)
+
+    def _longest_resume(
+        self, units: Sequence[Unit], keys: PrefixKeys, token_ids: Sequence[int], limit: int
+    ) -> tuple[int, TailKey | None]:
+        """The longest resume point of at most `limit` tokens, and the units before it."""
+        for depth in range(len(units), -1, -1):
+            last = units[depth - 1].key if depth else keys.root
+            tail_key = self._longest_tail(last, token_ids, depth * self.unit_tokens, limit)
+            if tail_key is not None:
+                return depth, tail_key
+        return 0, None
 
     def _longest_tail(
         self, last: Key, token_ids: Sequence[int], start: int, limit: int

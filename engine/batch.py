@@ -34,6 +34,7 @@ def build_inputs(
     """The chunks as one ragged batch, with the page tables that `manager` keeps for them."""
     lengths = [end - start for _, start, end in chunks]
     starts = np.array([start for _, start, _ in chunks], dtype=np.int64)
+    history = np.array([request.history_tokens for request, _, _ in chunks], dtype=np.int64)
     query_start = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     request_index = np.repeat(np.arange(len(chunks), dtype=np.int64), lengths)
     positions = np.arange(query_start[-1]) - query_start[request_index] + starts[request_index]
@@ -51,6 +52,7 @@ def build_inputs(
         request_index=tensor(request_index),
         query_start=tensor(query_start),
         num_computed=tensor(starts),
+        num_history=tensor(history),
         page_tables={table: tensor(_matrix(pages)) for table, pages in held.items()},
         first_pages={
             table: tensor(np.array([run.first for run in pages], dtype=np.int64))

@@ -18,8 +18,9 @@ class Request:
 
     grant_id names this attempt: pages and transfers are held under it, so that a retried request
     never meets what its first attempt left behind. token_ids: prompt and output so far.
-    num_computed_tokens: tokens whose rows are in the pools. matcher, counts: what the choice of
-    the next token remembers of the tokens so far.
+    num_computed_tokens: tokens whose rows are in the pools. history_tokens: tokens whose rows in
+    Full pools are shared and must not be written; more than are computed while tokens are replayed.
+    matcher, counts: what the choice of the next token remembers of the tokens so far.
     """
 
     request_id: str
@@ -28,6 +29,7 @@ class Request:
     sampling: SamplingParams
     token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
+    history_tokens: int = 0
     matcher: Matcher | None = field(default=None, repr=False)
     counts: TokenCounts | None = field(default=None, repr=False)
 

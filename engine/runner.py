@@ -72,6 +72,7 @@ class Runner:
             role.max_running_requests,
             identity=model.fingerprint,
             prefix_cache=role.prefix_cache,
+            replay_tokens=model.replay_tokens,
         )
 
     @classmethod

@@ -18,6 +18,7 @@ from sluice.model.checkpoint import check_tensors, fingerprint, read_tensors
 from sluice.model.config import DeepseekV4Config
 from sluice.model.inputs import ForwardInputs
 from sluice.model.inventory import tensor_shapes
+from sluice.model.pools import replay_tokens
 from sluice.model.step import LayerStep, Planner, Pools, RopeFrequencies, StepFrame, plan_hybrid
 from sluice.model.weights import HyperWeights, LayerWeights, ModelWeights, MoeWeights, build_weights
 
@@ -42,6 +43,7 @@ class DeepseekV4:
         self.vocab_size = config.vocab_size
         self.max_model_len = config.max_model_len
         self.eos_token_ids = config.eos_token_ids
+        self.replay_tokens = replay_tokens(specs, config.sliding_window)
         self._frequencies = _rope_frequencies(config, weights.norm.device)
 
     @classmethod

@@ -59,6 +59,7 @@ class DenseModel:
         self.vocab_size = config.vocab_size
         self.max_model_len = config.max_model_len
         self.eos_token_ids = config.eos_token_ids
+        self.replay_tokens = 0
         self._frequencies = rope_frequencies(config.rope, config.head_dim).to(weights.norm.device)
 
     @classmethod

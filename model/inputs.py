@@ -22,6 +22,8 @@ class ForwardInputs:
 
     token_ids, positions, request_index: [T]; positions are absolute token numbers.
     query_start: [R + 1]; num_computed: [R], tokens whose rows are in the pools already.
+    num_history: [R], tokens whose rows in Full pools are there and must not be written: more than
+        `num_computed` where a request's last tokens are computed again for window and state.
     page_tables: for each table, [R, max_pages], the physical pages of each request's logical pages
         from `first_pages` on; 0, the null page, beyond the last.
     first_pages: [R], for tables whose pages expire; the others' begin with logical page 0.
@@ -32,6 +34,7 @@ class ForwardInputs:
     request_index: torch.Tensor
     query_start: torch.Tensor
     num_computed: torch.Tensor
+    num_history: torch.Tensor
     page_tables: Mapping[TableSpec, torch.Tensor]
     first_pages: Mapping[TableSpec, torch.Tensor] = field(default_factory=dict)
 

@@ -41,9 +41,10 @@ class Blocks:
 
 
 def finished_blocks(inputs: ForwardInputs, ratio: int) -> Blocks:
-    """Blocks whose last token this step computes."""
-    first = torch.div(inputs.num_computed, ratio, rounding_mode="floor")
-    count = torch.div(_ends(inputs), ratio, rounding_mode="floor") - first
+    """Blocks whose last token this step computes, without those that history has."""
+    known = torch.maximum(inputs.num_computed, inputs.num_history)
+    first = torch.div(known, ratio, rounding_mode="floor")
+    count = (torch.div(_ends(inputs), ratio, rounding_mode="floor") - first).clamp(min=0)
     num_tokens, num_requests = inputs.positions.shape[0], inputs.num_requests
     most = (num_tokens + num_requests * (ratio - 1)) // ratio
     return _list_blocks(ratio, first, count, most)
@@ -128,9 +129,15 @@ def unfinished_block_slots(inputs: ForwardInputs, spec: PoolSpec, blocks: Blocks
 
 
 def finished_block_slots(inputs: ForwardInputs, spec: PoolSpec, blocks: Blocks) -> Tensor:
-    """Slots of rows of blocks that this step finishes, -1 for the others: [n]."""
-    closed = blocks.first_token + blocks.ratio <= _ends(inputs)[blocks.request]
-    return _slots_where(blocks.valid & closed, inputs, spec, blocks.request, blocks.first_token)
+    """Slots of rows of blocks that this step finishes, -1 for the others: [n].
+
+    History has rows of its own, which stay.
+    """
+    block_ends = blocks.first_token + blocks.ratio
+    closed = block_ends <= _ends(inputs)[blocks.request]
+    new = block_ends > inputs.num_history[blocks.request]
+    valid = blocks.valid & closed & new
+    return _slots_where(valid, inputs, spec, blocks.request, blocks.first_token)
 
 
 def block_token_slots(

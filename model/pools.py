@@ -17,6 +17,7 @@ uses is not declared. The native path has one pool instead:
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sluice.cache.spec import Block, Full, PoolSpec, Window
@@ -72,6 +73,29 @@ def declare(
     if hca:
         specs += [_accumulators(hca, config)]
     return tuple(specs)
+
+
+def replay_tokens(specs: Sequence[PoolSpec], sliding_window: int) -> int:
+    """How far before a length n computing must start for every row live at n to come out right.
+
+    Rows of Full pools up to n are at hand, those of window and state are not; n is a multiple of
+    the Full pools' spans. A token's row in layer l is made of its input to that layer, which saw
+    the window of the layer below, and so on down to the token ids:
+
+        layer 0     ├──────────────────────────────►   right from the first token on
+        layer 1               ├────────────────────►   from sliding_window - 1 tokens later on
+        layer 2                         ├──────────►   and so on
+                                               ├──┤    live at n
+    """
+    far = math.lcm(*(spec.tokens_per_row for spec in specs)) << 32  # n, where all have a past
+    return max(
+        (
+            max(spec.layers) * (sliding_window - 1) + far - spec.retention.first_live(far)
+            for spec in specs
+            if not isinstance(spec.retention, Full)
+        ),
+        default=0,
+    )
 
 
 def _window(config: DeepseekV4Config, row: RowFormat) -> PoolSpec:

@@ -48,6 +48,7 @@ class Model(Protocol):
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     fingerprint: str  # equal for equal checkpoints
+    replay_tokens: int  # see CacheManager
 
     def forward(
         self, inputs: ForwardInputs, pools: Mapping[str, PoolView], *, all_logits: bool = False

@@ -116,13 +116,15 @@ class PrefillScheduler:
         """Keep what a chunk added for later prompts, then expire what the request needs no more.
 
         Work can resume where it is likely to, and with the memory that this leaves at the prompt's
-        end and at every `resume_every_tokens`.
+        end and at every `resume_every_tokens`; but not among replayed tokens, whose window and
+        state are not right yet.
         """
         request = job.request
         end = request.num_computed_tokens
         self._manager.cache_history(request.grant_id, job.keys, end)
         likely = end in job.likely_resumes
-        if likely or job.computed or end % self._resume_every_tokens == 0:
+        wanted = likely or job.computed or end % self._resume_every_tokens == 0
+        if wanted and end >= request.history_tokens:
             copies = self._manager.cache_resume(
                 request.grant_id, job.keys, request.token_ids, end, spare=not likely
             )
@@ -171,6 +173,7 @@ class PrefillScheduler:
             return False
         self._runner.copy_pages(copies)
         request.num_computed_tokens = job.num_cached_tokens = hit.num_tokens
+        request.history_tokens = hit.history_tokens
         job.likely_resumes = self._likely_resumes(job, hit)
         return True
 

@@ -94,6 +94,7 @@ def one_shot(model, token_ids):
         request_index=torch.zeros(len(token_ids), dtype=torch.int64),
         query_start=torch.cat([torch.zeros(1, dtype=torch.int64), count]),
         num_computed=torch.tensor([0]),
+        num_history=torch.tensor([0]),
         page_tables={table: 1 + torch.arange(len(held))[None] for table, held in pages.items()},
     )
     return model.forward(inputs, pools, all_logits=True)

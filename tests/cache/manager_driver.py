@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from simulated_pools import SPECS, SimulatedPools
+from simulated_pools import REPLAY_TOKENS, SPECS, SimulatedPools
 
 from sluice.cache.budget import plan_pages
 from sluice.cache.manager import CacheManager, NoRoom
+from sluice.cache.prefix_tree import Hit
 
 STEP_TOKENS, MAX_REQUESTS, MAX_LEN = 24, 3, 200
 
 
-def make_manager(cache_bytes=30_000, resume_share=0.5, kind=CacheManager, specs=SPECS):
+def make_manager(
+    cache_bytes=30_000,
+    resume_share=0.5,
+    kind=CacheManager,
+    specs=SPECS,
+    replay_tokens=REPLAY_TOKENS,
+):
     pages = plan_pages(
         specs,
         cache_bytes=cache_bytes,
@@ -19,7 +26,7 @@ def make_manager(cache_bytes=30_000, resume_share=0.5, kind=CacheManager, specs=
         max_model_len=MAX_LEN,
         resume_share=resume_share,
     )
-    return kind(specs, pages, MAX_REQUESTS, identity="model")
+    return kind(specs, pages, MAX_REQUESTS, identity="model", replay_tokens=replay_tokens)
 
 
 class Driver:
@@ -30,6 +37,7 @@ class Driver:
         self.pools = SimulatedPools(manager)
         self.prompts: dict[str, list[int]] = {}
         self.computed: dict[str, int] = {}
+        self.hits: dict[str, Hit] = {}
         self.count = 0
 
     def prefill(self, prompt):
@@ -46,7 +54,7 @@ class Driver:
         if admitted is not None:
             holder, _ = admitted
             self.pools.receive(holder, prompt, hit.num_tokens)
-            self.pools.check_live(holder, prompt)
+            self.check_live(holder)
             self.manager.cache_history(holder, self.manager.keys_of(prompt), len(prompt))
         return admitted
 
@@ -54,25 +62,32 @@ class Driver:
         prompt, start = self.prompts[holder], self.computed[holder]
         end = min(len(prompt), start + num_tokens)
         self.manager.extend(holder, start, end)
-        self.pools.compute(holder, prompt, start, end)
+        hit = self.hits[holder]
+        self.pools.compute(holder, prompt, start, end, hit)
         self.computed[holder] = end
         keys = self.manager.keys_of(prompt)
         self.manager.cache_history(holder, keys, end)
-        if resume:
+        if resume and end >= hit.history_tokens:
             copies = self.manager.cache_resume(holder, keys, prompt, end, spare=spare)
             self.pools.copy(copies)
         self.manager.expire(holder, end)
-        self.pools.check_live(holder, prompt[:end])
+        self.check_live(holder)
+
+    def check_live(self, holder):
+        """Assert that what lives is right; while tokens are replayed, nothing needs to be."""
+        num_tokens = self.computed[holder]
+        if num_tokens >= self.hits[holder].history_tokens:
+            self.pools.check_live(holder, self.prompts[holder][:num_tokens])
 
     def release(self, holder):
         self.manager.release(holder)
-        del self.prompts[holder], self.computed[holder]
+        del self.prompts[holder], self.computed[holder], self.hits[holder]
 
-    def run(self, prompt, chunk=STEP_TOKENS):
+    def run(self, prompt, *, resume=True):
         """Compute a whole prompt; returns how many tokens were cached."""
         holder, num_cached = self.prefill(prompt)
         while self.computed[holder] < len(prompt):
-            self.compute(holder, chunk)
+            self.compute(holder, STEP_TOKENS, resume=resume)
         self.release(holder)
         return num_cached
 
@@ -87,6 +102,7 @@ class Driver:
             return None
         self.pools.copy(copies)
         self.prompts[holder], self.computed[holder] = list(prompt), num_tokens
+        self.hits[holder] = hit
         if hit.resume is not None:
-            self.pools.check_live(holder, prompt[:num_tokens])
+            self.check_live(holder)
         return holder, hit.num_tokens

@@ -7,6 +7,7 @@ shared, copied, reused or freed wrongly shows at the next read.
 from __future__ import annotations
 
 from sluice.cache.manager import CacheManager, PageCopy
+from sluice.cache.prefix_tree import Hit
 from sluice.cache.spec import Block, Full, PoolSpec, Window
 
 SPECS = (
@@ -16,6 +17,12 @@ SPECS = (
     PoolSpec("state", (1,), (2,), "float32", 1, 4, Block(2, overlap=1)),
     PoolSpec("sums", (1,), (2,), "float32", 8, 8, Block(8)),
 )
+
+
+NUM_LAYERS = 2
+WRONG = 0  # the row of a token whose window was not there
+# A row of the last layer saw the window of the layer below, and is needed for the last window.
+REPLAY_TOKENS = (NUM_LAYERS - 1) * 9 + 9
 
 
 class SimulatedPools:
@@ -33,12 +40,19 @@ class SimulatedPools:
                         row = self._rows.get((spec.name, copy.source, offset), 0)
                         self._rows[spec.name, copy.target, offset] = row
 
-    def compute(self, holder: str, tokens: list[int], start: int, end: int) -> None:
-        """Write what computing tokens [start, end) writes."""
+    def compute(
+        self, holder: str, tokens: list[int], start: int, end: int, hit: Hit | None = None
+    ) -> None:
+        """Write what computing tokens [start, end) writes, beginning with a hit."""
+        hit = hit or Hit()
+        replayed = hit.history_tokens > hit.num_tokens
+        right_from = hit.num_tokens + (NUM_LAYERS - 1) * 9 if replayed else 0
         for spec in self.manager.specs:
-            for token in range(start, end):
+            first = max(start, hit.history_tokens) if spec.table.keeps_all else start
+            for token in range(first, end):
                 if _writes(spec, token):
-                    self._rows[self._place(spec, holder, token)] = _hash(tokens[: token + 1])
+                    row = _hash(tokens[: token + 1]) if token >= right_from else WRONG
+                    self._rows[self._place(spec, holder, token)] = row
 
     def receive(self, holder: str, tokens: list[int], skip_tokens: int) -> None:
         """Write what a transfer of a computed prompt writes."""

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from manager_driver import MAX_LEN, MAX_REQUESTS, STEP_TOKENS, Driver, make_manager
+from simulated_pools import REPLAY_TOKENS
 
 NUM_EXAMPLES = int(os.environ.get("MANAGER_EXAMPLES", "100"))  # of 100 steps each
 
@@ -64,8 +65,8 @@ class PrefixMachine(RuleBasedStateMachine):
     @invariant()
     def the_books_are_right(self):
         self.driver.manager.check()
-        for holder, prompt in self.driver.prompts.items():
-            self.driver.pools.check_live(holder, prompt[: self.driver.computed[holder]])
+        for holder in self.driver.prompts:
+            self.driver.check_live(holder)
 
     def teardown(self):
         for holder in list(self.driver.prompts):
@@ -130,3 +131,22 @@ def test_what_is_in_use_is_not_evicted_and_what_is_cached_makes_room():
         driver.manager.check()
     used = [pool["used"] for pool in driver.manager.usage().values()]
     assert used == [0] * len(used)
+
+
+def test_where_no_resume_point_is_left_the_end_of_the_history_is_replayed():
+    driver = Driver(make_manager())
+    driver.run([1] * 100, resume=False)
+    assert driver.run([1] * 60 + [2] * 10) == 48 - REPLAY_TOKENS, "48 tokens are whole units"
+
+
+def test_a_resume_point_is_better_than_a_replay_that_starts_before_it():
+    driver = Driver(make_manager())
+    driver.run([1] * 40)
+    assert driver.run([1] * 40 + [2]) == 40
+    assert driver.run([1] * 39 + [3]) == 24, "the chunk's end at 24, not 32 - 18"
+
+
+def test_without_a_model_that_allows_it_nothing_is_replayed():
+    driver = Driver(make_manager(replay_tokens=None))
+    driver.run([1] * 100)
+    assert driver.run([1] * 23 + [2] * 10) == 0

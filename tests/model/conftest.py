@@ -33,6 +33,7 @@ class Driver:
         self.free = {table: list(range(1, pages[table] + 1)) for table in self.tables}
         self.held = {}  # request -> table -> {logical page: physical page}
         self.num_computed = {}
+        self.num_history = {}
         for table in self.tables:
             self.random.shuffle(self.free[table])
             self._poison(table, [NULL_PAGE, *self.free[table]])
@@ -56,6 +57,17 @@ class Driver:
         parts = torch.tensor(ids).split(list(chunk_sizes))
         return torch.cat([self.step({request: part.tolist()})[request] for part in parts])
 
+    def share_history(self, request, source, history_tokens, num_tokens):
+        """Begin after `num_tokens` with what Full pools hold of the source's history, no more."""
+        self.num_computed[request], self.num_history[request] = num_tokens, history_tokens
+        self._hold(request, num_tokens, num_tokens)
+        for spec in self.specs:
+            if spec.table.keeps_all:
+                mine, theirs = self.held[request][spec.table], self.held[source][spec.table]
+                for page in range(history_tokens // spec.tokens_per_page):
+                    tensor = self.pools[spec.name].tensor
+                    tensor[mine[page]] = tensor[theirs[page]]
+
     def release(self, request):
         for table, pages in self.held.pop(request).items():
             self._give_back(table, list(pages.values()))
@@ -63,6 +75,7 @@ class Driver:
 
     def _hold(self, request, start, end):
         tables = self.held.setdefault(request, {table: {} for table in self.tables})
+        end = max(end, self.num_history.get(request, 0))
         for table, pages in tables.items():
             wanted = table.pages(start, end)
             self._give_back(table, [pages.pop(p) for p in list(pages) if p not in wanted])
@@ -92,6 +105,7 @@ class Driver:
             request_index=request_index,
             query_start=query_start,
             num_computed=begin,
+            num_history=torch.tensor([self.num_history.get(request, 0) for request in chunks]),
             page_tables={table: self._page_table(table, chunks) for table in self.tables},
         )
 

@@ -194,3 +194,25 @@ def try_reserve(pair, wanted):
         return pair.reserve(wanted)
     except Refused:
         return None
+
+
+@pytest.mark.parametrize("max_batch_tokens", [16, 48])
+def test_where_only_window_and_state_are_gone_the_last_window_is_computed_again(
+    max_batch_tokens, tiny_checkpoint, config_of, start_local, single
+):
+    roles = CACHED | {"resume_every_tokens": 4096}
+    config = config_of(
+        tiny_checkpoint, prefill=roles | {"max_batch_tokens": max_batch_tokens}, decode=roles
+    )
+    pair, rng = start_local(config), random.Random(8)
+    shared = random_tokens(rng, 10 * PAGE + 3)
+    pair.generate(request([*shared, *random_tokens(rng, 100)]))
+    expected_hit = 10 * PAGE - pair.prefill.runner.model.replay_tokens
+    for name in ("b", "c"):
+        turn = request([*shared, *random_tokens(rng, 30)], max_tokens=8, name=name)
+        grant = pair.reserve(turn)
+        first = pair.prefill.run(turn, grant).result(30)
+        tokens, _ = pair.finish(grant)
+        assert [first.token_id, *tokens] == single.generate(turn)[0]
+        assert first.num_cached_tokens == expected_hit
+        expected_hit = 10 * PAGE  # where prompts turned off before, later ones resume
