@@ -87,13 +87,19 @@ class Holder:
     expiry_tokens: float = 0
 
     def __post_init__(self) -> None:
-        self.update()
+        self.pages_came()
+        self.pages_went()
 
-    def update(self) -> None:
-        """Look again, after pages came or went."""
-        tables = self.tables.items()
-        self.room_tokens = min(pages.end * table.tokens_per_page for table, pages in tables)
-        self.expiry_tokens = min(table.page_expires_at(pages.first) for table, pages in tables)
+    def pages_came(self) -> None:
+        self.room_tokens = min(
+            pages.end * table.tokens_per_page for table, pages in self.tables.items()
+        )
+
+    def pages_went(self) -> None:
+        expiring = ((t, pages) for t, pages in self.tables.items() if not t.keeps_all)
+        self.expiry_tokens = min(
+            (table.page_expires_at(pages.first) for table, pages in expiring), default=math.inf
+        )
 
 
 class CacheManager:
@@ -182,7 +188,7 @@ class CacheManager:
         held = self._holders[holder]
         if end > held.room_tokens:
             self._grow(held.tables, {table: table.pages(start, end) for table in self.tables})
-            held.update()
+            held.pages_came()
 
     def cache_history(self, holder: str, keys: PrefixKeys, num_tokens: int) -> None:
         """Keep the whole units among the holder's first `num_tokens` computed tokens."""
@@ -229,9 +235,10 @@ class CacheManager:
         held = self._holders[holder]
         if num_tokens >= held.expiry_tokens:
             for table, pages in held.tables.items():
-                expired = pages.drop_before(table.first_page(num_tokens))
-                self._allocators[table].unuse(expired)
-            held.update()
+                if num_tokens >= table.page_expires_at(pages.first):
+                    expired = pages.drop_before(table.first_page(num_tokens))
+                    self._allocators[table].unuse(expired)
+            held.pages_went()
 
     def release(self, holder: str) -> None:
         """Give back all pages of the request."""

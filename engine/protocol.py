@@ -243,8 +243,7 @@ class PrefillResult:
     logprobs: Logprobs | None = None
 
 
-@dataclass(frozen=True)
-class TokenChunk:
+class TokenChunk(NamedTuple):
     """Output tokens of one request from one or more decode steps, or its failure.
 
     logprobs: one for each token if the request asks for them, else none.

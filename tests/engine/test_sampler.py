@@ -3,7 +3,7 @@
 import torch
 
 from sluice.engine.protocol import SamplingParams
-from sluice.engine.sampler import sample, uniform
+from sluice.engine.sampler import sample
 
 
 def params(**changes):
@@ -56,7 +56,22 @@ def test_frequencies_follow_the_probabilities():
     assert torch.allclose(counts, probs, atol=0.03)
 
 
-def test_uniform_draws_are_uniform_and_repeatable():
-    draws = torch.tensor([uniform(5, i) for i in range(2000)])
-    assert abs(draws.mean().item() - 0.5) < 0.02
-    assert uniform(5, 3) == uniform(5, 3) != uniform(6, 3)
+def test_without_top_k_and_top_p_the_draw_is_over_all_tokens_alike():
+    batch = logits(1)
+    nearly_all = params(top_p=1 - 1e-12)
+    for draw in (params(), nearly_all):
+        counts = torch.bincount(
+            torch.tensor([sample(batch, [draw], [i])[0] for i in range(2000)]), minlength=50
+        )
+        assert torch.allclose(counts / 2000, batch[0].softmax(-1), atol=0.03)
+
+
+def test_min_p_drops_what_is_unlikely_beside_the_likeliest():
+    row = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+    drawn = {sample(row, [params(min_p=0.4, seed=s)], [0])[0] for s in range(200)}
+    assert drawn == {0, 1}
+
+
+def test_what_a_mask_forbids_is_never_drawn():
+    row = torch.tensor([[0.0, -torch.inf, 0.0, -torch.inf]])
+    assert {sample(row, [params(seed=s)], [0])[0] for s in range(200)} == {0, 2}
