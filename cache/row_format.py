@@ -20,9 +20,9 @@ ROW_ALIGNMENT_BYTES = 4
 class RowFormat:
     """A packed row. `name` is what a role's config calls it.
 
-    rotated: whether the channels are to be turned by a Hadamard matrix before they are packed, which
-        spreads what is concentrated in few; what is unpacked is still turned, and a product with
-        vectors turned in the same way is what it would have been.
+    rotated: whether the channels are to be turned by a Hadamard matrix before they are packed,
+        which spreads what is concentrated in few. What is unpacked is still turned, and its product
+        with a vector turned in the same way is what it would have been.
     """
 
     name: str

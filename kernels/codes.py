@@ -1,9 +1,9 @@
-"""Small floating-point codes, exact to the bit: e4m3 (FP8), e2m1 (FP4), and powers of two as scales.
+"""Small floating-point codes, exact to the bit: e4m3 (FP8), e2m1 (FP4), powers of two as scales.
 
 Arithmetic of the released models' quantisation: the scale of a tile is the smallest power of two
 that brings its largest value into the code's range, found on the bits of an fp32 number; values
 round to the nearest code, ties to the even one. What is not a number makes its whole tile so.
-Each function on torch tensors stands beside the one that Triton kernels call.
+Below the functions on torch tensors stand those that Triton kernels call.
 """
 
 from __future__ import annotations
@@ -33,14 +33,13 @@ def scale_exponent(amax: Tensor, code: str) -> Tensor:
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
-    """2 to the power of an int32 exponent from -126 to 127, exactly; NaN for NAN_EXPONENT."""
-    return (
-        (exponent + 127 << 23).view(torch.float32).masked_fill(exponent == NAN_EXPONENT, torch.nan)
-    )
+    """2 to the power of an int32 exponent from -126 to 127, exactly; NaN for +-NAN_EXPONENT."""
+    power = (exponent + 127 << 23).view(torch.float32)
+    return power.masked_fill(exponent.abs() == NAN_EXPONENT, torch.nan)
 
 
 def from_ue8m0(byte: Tensor) -> Tensor:
-    """fp32 scales from their bytes (exponent + 127); 0 for 0, as rows are before they are written."""
+    """fp32 scales from their bytes (exponent + 127); 0 for 0, as in rows not written yet."""
     return (byte.int() << 23).view(torch.float32).masked_fill(byte == 255, torch.nan)
 
 
@@ -74,8 +73,10 @@ def decode_e2m1(codes: Tensor) -> Tensor:
 
 
 @triton.jit
-def _scale_exponent(amax, is_nan, LARGEST: tl.constexpr, SMALLEST_AMAX: tl.constexpr):
-    """`scale_exponent`; `is_nan` because a maximum may pass over NaN."""
+def tile_exponent(
+    amax: tl.tensor, is_nan: tl.tensor, LARGEST: tl.constexpr, SMALLEST_AMAX: tl.constexpr
+) -> tl.tensor:
+    """`scale_exponent`; `is_nan` because a maximum passes over NaN."""
     inverse: tl.constexpr = 1.0 / LARGEST
     wanted = tl.minimum(tl.maximum(amax, SMALLEST_AMAX), 3.4028234663852886e38) * inverse
     bits = wanted.to(tl.int32, bitcast=True)
@@ -84,42 +85,42 @@ def _scale_exponent(amax, is_nan, LARGEST: tl.constexpr, SMALLEST_AMAX: tl.const
 
 
 @triton.jit
-def _power_of_two(exponent):
+def tile_power(exponent: tl.tensor) -> tl.tensor:
+    """`power_of_two`."""
     power = (exponent + 127 << 23).to(tl.float32, bitcast=True)
-    return tl.where(exponent == 128, float("nan"), power)
+    return tl.where(tl.abs(exponent) == 128, float("nan"), power)
 
 
 @triton.jit
-def _from_ue8m0(byte):
+def ue8m0_scale(byte: tl.tensor) -> tl.tensor:
+    """`from_ue8m0`."""
     scale = (byte.to(tl.int32) << 23).to(tl.float32, bitcast=True)
     return tl.where(byte == 255, float("nan"), scale)
 
 
 @triton.jit
-def _encode_e4m3(x):
-    """On the bits: the cast of Triton's interpreter rounds ties away from zero."""
-    bits = x.to(tl.int32, bitcast=True)
+def e4m3_code(x: tl.tensor) -> tl.tensor:
+    """`encode_e4m3`, on the bits: the interpreter's cast rounds ties away from zero."""
     size = tl.minimum(tl.abs(x), 448.0)
-    sized = size.to(tl.int32, bitcast=True)
+    bits = size.to(tl.int32, bitcast=True)
     # 20 of the 23 bits of the mantissa go; half of what goes, less one on even codes, is added.
-    normal = (sized + 0x7FFFF + (sized >> 20 & 1) >> 20) - (120 << 3)
+    normal = (bits + 0x7FFFF + (bits >> 20 & 1) >> 20) - (120 << 3)
     # Below 2^-6 codes are 2^-9 apart, as fp32 numbers from 2^14 on are.
     subnormal = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-    code = tl.where(size < 0.015625, subnormal, normal) | (bits >> 24 & 0x80)
+    sign = x.to(tl.int32, bitcast=True) >> 24 & 0x80
+    code = tl.where(size < 0.015625, subnormal, normal) | sign
     return tl.where(x != x, 0x7F, code).to(tl.uint8)
 
 
 @triton.jit
-def _decode_e4m3(code):
-    """fp32 bits whose exponent is 120 too small, brought up by a product."""
-    bits = (code & 0x7F).to(tl.int32) << 20
-    size = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
-    size = tl.where((code & 0x7F) == 0x7F, float("nan"), size)
-    return tl.where(code >= 128, -size, size)
+def e4m3_value(code: tl.tensor) -> tl.tensor:
+    """`decode_e4m3`."""
+    value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    return tl.where((code & 0x7F) == 0x7F, float("nan"), value)  # 480 in the interpreter
 
 
 @triton.jit
-def _encode_e2m1(x):
+def e2m1_code(x: tl.tensor) -> tl.tensor:
     """Codes (int32, four bits) of fp32 values."""
     size = tl.abs(x)
     code = (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32) + (size > 1.25).to(tl.int32)
@@ -129,9 +130,17 @@ def _encode_e2m1(x):
 
 
 @triton.jit
-def _decode_e2m1(code):
+def e2m1_value(code: tl.tensor) -> tl.tensor:
     """fp32 values of codes (int32, four bits): 0 and 0.5, then two steps an octave."""
     size = code & 7
     octave = ((size >> 1) + 126 << 23).to(tl.float32, bitcast=True)
     value = tl.where(size < 2, size * 0.5, octave * (1.0 + (size & 1) * 0.5))
     return tl.where(code >= 8, -value, value)
+
+
+@triton.jit
+def bf16_bits(x: tl.tensor) -> tl.tensor:
+    """fp32 values as the bits of bf16 (uint16), ties to even: the interpreter's cast cuts off."""
+    bits = x.to(tl.uint32, bitcast=True)
+    rounded = bits + 0x7FFF + (bits >> 16 & 1) >> 16
+    return tl.where(x != x, 0x7FC0, rounded).to(tl.uint16)

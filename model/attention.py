@@ -13,8 +13,7 @@ from torch import Tensor
 from sluice.kernels.attention import sparse_attention
 from sluice.kernels.norm import rms_norm
 from sluice.kernels.rope import rotate_
-from sluice.kernels.rows import write_rows
-from sluice.model.compression import Source, csa_source, hca_source
+from sluice.model.compression import csa_source, hca_source
 from sluice.model.config import LayerType
 from sluice.model.pools import SWA_KV
 from sluice.model.step import LayerStep
@@ -29,8 +28,8 @@ def attention(x: Tensor, weights: AttentionWeights, at: LayerStep) -> Tensor:
     queries = rotate_(rms_norm(queries, None, eps), at.rotation)
     kv = rotate_(rms_norm(F.linear(x, weights.wkv), weights.kv_norm, eps), at.rotation)
 
-    write_rows(at.rows(SWA_KV), at.step.window.write, kv)
-    sources: list[Source] = [(at.rows(SWA_KV), at.step.window.read)]
+    at.store(SWA_KV, at.step.window.write, kv)
+    sources = [at.source(SWA_KV, at.step.window.read, x.dtype)]
     if at.layer_type is LayerType.CSA:
         sources.append(csa_source(x, latent, weights, at))
     elif at.layer_type is LayerType.HCA:
