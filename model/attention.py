@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sluice.kernels.attention import sparse_attention
-from sluice.kernels.norm import rms_norm
+from sluice.kernels.norm import norm_and_rotate, rms_norm
 from sluice.kernels.rope import rotate_
 from sluice.model.compression import csa_source, hca_source
 from sluice.model.config import LayerType
@@ -25,8 +25,8 @@ def attention(x: Tensor, weights: AttentionWeights, at: LayerStep) -> Tensor:
     config, eps = at.config, at.config.norm_eps
     latent = rms_norm(F.linear(x, weights.wq_a), weights.q_norm, eps)  # [T, q_lora_rank]
     queries = F.linear(latent, weights.wq_b).unflatten(1, (config.num_heads, -1))
-    queries = rotate_(rms_norm(queries, None, eps), at.rotation)
-    kv = rotate_(rms_norm(F.linear(x, weights.wkv), weights.kv_norm, eps), at.rotation)
+    queries = norm_and_rotate(queries, None, eps, at.rotation)
+    kv = norm_and_rotate(F.linear(x, weights.wkv), weights.kv_norm, eps, at.rotation)
 
     at.store(SWA_KV, at.step.window.write, kv)
     sources = [at.source(SWA_KV, at.step.window.read, x.dtype)]

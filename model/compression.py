@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sluice.kernels.indexer import causal_topk, index_scores
-from sluice.kernels.norm import rms_norm
+from sluice.kernels.norm import norm_and_rotate
 from sluice.kernels.rope import rotate_
 from sluice.model.placement import row_slots
 from sluice.model.pool_rows import Source
@@ -44,7 +44,7 @@ def _compress(x: Tensor, weights: CompressorWeights, at: LayerStep, step: Compre
     tokens[:, 1] += weights.ape[step.ape_row]
     new = step.state.update(at.rows(step.state.pool), tokens)  # [n, dim]
     if new.shape[0]:
-        new = rotate_(rms_norm(new, weights.norm, at.config.norm_eps), step.row_rotation)
+        new = norm_and_rotate(new, weights.norm, at.config.norm_eps, step.row_rotation)
         at.store(step.rows, step.row_write, new)
 
 
