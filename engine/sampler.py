@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from sluice.engine.protocol import SamplingParams
+from sluice.kernels.sampling import draw_tokens
 
 
 def sample(
@@ -35,29 +36,19 @@ def sample(
 def _draw(
     logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]
 ) -> torch.Tensor:
-    """Inverse-CDF draws over what temperature, min-p, top-k and top-p leave, [num_requests]."""
+    """What each request's draw falls on, [num_requests]."""
 
-    def column(values: Sequence[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
+    def column(values: Sequence[float], dtype: torch.dtype = torch.float64) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=logits.device)
 
-    temperature = column([p.temperature for p in params])
-    top_k = column([p.top_k or logits.shape[-1] for p in params])
-    top_p = column([p.top_p for p in params])
-    min_p = column([p.min_p for p in params])
-    draws = column([uniform(p.seed, at) for p, at in zip(params, positions, strict=True)])
-
-    # fp64: at a tiny temperature the scaled logits of fp32 would overflow.
-    scaled, token_ids = logits.double().sort(dim=-1, descending=True, stable=True)
-    scaled = (scaled - scaled[:, :1]) / temperature
-    rank = torch.arange(logits.shape[-1], device=logits.device)
-    dropped = (rank >= top_k) | (scaled < min_p.log())  # the likeliest token is at 0
-    probs = scaled.masked_fill(dropped, -torch.inf).softmax(dim=-1)
-    before = probs.cumsum(dim=-1) - probs
-    probs = probs.masked_fill((before >= top_p) & (rank > 0), 0.0)  # the first always stays
-    cumulative = probs.cumsum(dim=-1)
-    chosen = torch.searchsorted(cumulative, draws * cumulative[:, -1:], right=True)
-    last = (probs > 0).sum(dim=-1, keepdim=True) - 1  # rounding must not leave the kept tokens
-    return token_ids.gather(1, torch.minimum(chosen, last))[:, 0]
+    return draw_tokens(
+        logits,
+        column([uniform(p.seed, at) for p, at in zip(params, positions, strict=True)]),
+        temperature=column([p.temperature for p in params]),
+        top_k=column([p.top_k or logits.shape[-1] for p in params], torch.int64),
+        top_p=column([p.top_p for p in params]),
+        min_p=column([p.min_p for p in params]),
+    )
 
 
 def uniform(seed: int, position: int) -> float:
