@@ -14,6 +14,8 @@ NULL_PAGE = 0  # never granted; page tables point here where a request holds no 
 class Pool:
     """One cache pool: `tensor` [num_pages, num_layers, rows_per_page, *row_shape], page-first.
 
+    Where the spec has a packed format, the tensor is uint8 and a row `row_bytes` of it.
+
     One page of all layers is contiguous, so that a transfer or an offload moves it as one run of
     bytes. Page 0 is the null page; its content means nothing.
     """
@@ -51,5 +53,8 @@ def allocate_pools(
 def _allocate(shape: tuple[int, ...], spec: PoolSpec) -> torch.Tensor:
     device = "cpu" if spec.device == "host" else spec.device
     return torch.zeros(
-        shape, dtype=getattr(torch, spec.dtype), device=device, pin_memory=spec.device == "host"
+        shape,
+        dtype=getattr(torch, spec.number_dtype),
+        device=device,
+        pin_memory=spec.device == "host",
     )

@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
+
+from sluice.cache.row_format import RowFormat
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 
@@ -144,7 +146,8 @@ class PoolSpec:
 
     A page holds the rows of *all* layers of the pool for `tokens_per_page` tokens, contiguously.
     `layers` are the model's layer numbers in storage order; `row_shape` and `dtype` describe one
-    row of one layer; a row stands for `tokens_per_row` tokens.
+    row of one layer; a row stands for `tokens_per_row` tokens. `dtype` names numbers or a packed
+    format; `choices` are the dtypes and formats that a role may store the pool in instead.
 
     Raises ValueError if the page span is not a whole number of rows or the dtype is unknown.
     """
@@ -157,6 +160,7 @@ class PoolSpec:
     tokens_per_page: int
     retention: Retention
     device: str = "cpu"
+    choices: tuple[str | RowFormat, ...] = ()
 
     def __post_init__(self) -> None:
         if self.tokens_per_page <= 0 or self.tokens_per_page % self.tokens_per_row:
@@ -164,11 +168,30 @@ class PoolSpec:
                 f"pool {self.name}: tokens_per_page is {self.tokens_per_page}, expected a positive "
                 f"multiple of tokens_per_row ({self.tokens_per_row})"
             )
-        if self.dtype not in DTYPE_BYTES:
+        if self.format is None and self.dtype not in DTYPE_BYTES:
             raise ValueError(
                 f"pool {self.name}: dtype is {self.dtype!r}, expected one of "
-                f"{', '.join(DTYPE_BYTES)}"
+                f"{', '.join([*DTYPE_BYTES, *self._formats])}"
             )
+
+    def stored_as(self, dtype: str) -> PoolSpec:
+        """The pool in another of its dtypes or formats. Raises ValueError if it has no such one."""
+        known = list(dict.fromkeys([self.dtype, *map(_name, self.choices)]))
+        if dtype not in known:
+            raise ValueError(
+                f"pool {self.name}: dtype is {dtype!r}, expected {' or '.join(known)}, "
+                "which is what the model can keep there"
+            )
+        return replace(self, dtype=dtype)
+
+    @property
+    def format(self) -> RowFormat | None:
+        """How rows are packed; None where they are plain numbers of `dtype`."""
+        return self._formats.get(self.dtype)
+
+    @property
+    def _formats(self) -> dict[str, RowFormat]:
+        return {choice.name: choice for choice in self.choices if isinstance(choice, RowFormat)}
 
     @property
     def table(self) -> TableSpec:
@@ -182,14 +205,20 @@ class PoolSpec:
     @property
     def row_bytes(self) -> int:
         """Bytes of one row of one layer."""
-        size = DTYPE_BYTES[self.dtype]
-        for extent in self.row_shape:
-            size *= extent
-        return size
+        if self.format is not None:
+            return self.format.row_bytes
+        return math.prod(self.row_shape) * DTYPE_BYTES[self.dtype]
 
     @property
     def page_shape(self) -> tuple[int, ...]:
-        return (len(self.layers), self.rows_per_page, *self.row_shape)
+        """Of the stored numbers; a packed row is `row_bytes` bytes."""
+        row = self.row_shape if self.format is None else (self.row_bytes,)
+        return (len(self.layers), self.rows_per_page, *row)
+
+    @property
+    def number_dtype(self) -> str:
+        """The dtype of the stored numbers: bytes where rows are packed."""
+        return self.dtype if self.format is None else "uint8"
 
     @property
     def page_bytes(self) -> int:
@@ -217,6 +246,10 @@ class PoolSpec:
         """
         offset = positions % self.tokens_per_page // self.tokens_per_row
         return physical_pages * self.rows_per_page + offset
+
+
+def _name(choice: str | RowFormat) -> str:
+    return choice if isinstance(choice, str) else choice.name
 
 
 def tables_of(specs: Iterable[PoolSpec]) -> tuple[TableSpec, ...]:

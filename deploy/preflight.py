@@ -11,6 +11,7 @@ import re
 import socket
 from pathlib import Path
 
+from sluice.cache.spec import PoolSpec
 from sluice.engine.config import RoleConfig, SluiceConfig
 from sluice.engine.protocol import ConfigError
 
@@ -76,13 +77,22 @@ def check_model(config: SluiceConfig) -> None:
             "what the checkpoint was made for; lower it or leave it out"
         )
     pools = declare_pools(config.model.path, config.model.cache_path, config.model.dtype)
-    known = [spec.name for spec in pools]
+    known = {spec.name: spec for spec in pools}
     for role, section in (("prefill", config.prefill), ("decode", config.decode)):
-        for name in section.pools:
+        for name, layout in section.pools.items():
             if name not in known:
                 close = difflib.get_close_matches(name, known, n=1)
                 hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
                 raise ConfigError(f"{role}.pools.{name}: this model has no such pool; {hint}")
+            if layout.dtype is not None:
+                check_dtype(f"{role}.pools.{name}", known[name], layout.dtype)
+
+
+def check_dtype(section: str, pool: PoolSpec, dtype: str) -> None:
+    try:
+        pool.stored_as(dtype)
+    except ValueError as error:
+        raise ConfigError(f"{section}: {error}") from error
 
 
 def check_role(role: str, config: RoleConfig) -> None:

@@ -34,6 +34,11 @@ def philox(counter: Words, key: tuple[np.ndarray, np.ndarray]) -> Words:
     k0, k1 = key
     for _ in range(_ROUNDS):
         low, high = x0 * _MULTIPLIERS[0], x2 * _MULTIPLIERS[1]  # 64-bit products
-        x0, x1, x2, x3 = (high >> _HALF) ^ x1 ^ k0, high & _LOW, (low >> _HALF) ^ x3 ^ k1, low & _LOW
+        x0, x1, x2, x3 = (
+            (high >> _HALF) ^ x1 ^ k0,
+            high & _LOW,
+            (low >> _HALF) ^ x3 ^ k1,
+            low & _LOW,
+        )
         k0, k1 = (k0 + _WEYL[0]) & _LOW, (k1 + _WEYL[1]) & _LOW
     return x0, x1, x2, x3

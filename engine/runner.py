@@ -170,6 +170,7 @@ def _laid_out(spec: PoolSpec, role: RoleConfig) -> PoolSpec:
     if (layout := role.pools.get(spec.name)) is not None:
         changes |= layout.model_dump(exclude_none=True)
     try:
-        return dataclasses.replace(spec, **changes)
+        stored = spec.stored_as(changes.pop("dtype", spec.dtype))
+        return dataclasses.replace(stored, **changes)
     except ValueError as error:
         raise ConfigError(str(error)) from error

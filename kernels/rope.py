@@ -5,7 +5,12 @@ from __future__ import annotations
 import math
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
+
+from sluice.kernels.aot import Case
+from sluice.kernels.launch import runs_triton
 
 
 def inverse_frequencies(theta: float, rope_dim: int) -> Tensor:
@@ -56,6 +61,14 @@ def rotate_(x: Tensor, rotation: Tensor) -> Tensor:
     x: [num_tokens, ..., dim], last dimension contiguous; rotation: [num_tokens, rope_dim // 2]
     complex64. The conjugate rotation undoes it.
     """
+    if runs_triton(x):
+        _launch(x, rotation)
+        return x
+    return rotate_reference_(x, rotation)
+
+
+def rotate_reference_(x: Tensor, rotation: Tensor) -> Tensor:
+    """`rotate_` in torch."""
     rotation = rotation.view(rotation.shape[0], *[1] * (x.dim() - 2), rotation.shape[1])
     tail = x[..., -2 * rotation.shape[-1] :]
     if x.dtype == torch.float32:
@@ -64,3 +77,83 @@ def rotate_(x: Tensor, rotation: Tensor) -> Tensor:
     pairs = torch.view_as_complex(tail.float().unflatten(-1, (-1, 2)))
     tail.copy_(torch.view_as_real(pairs * rotation).flatten(-2))
     return x
+
+
+def real_rotation(rotation: Tensor) -> tuple[Tensor, bool]:
+    """A rotation as kernels take it: fp32 [num_tokens, rope_dim // 2, 2], and whether to invert it.
+
+    A conjugate is not computed: it stays a flag.
+    """
+    if rotation.is_conj():
+        return torch.view_as_real(rotation.conj()).contiguous(), True
+    return torch.view_as_real(rotation).contiguous(), False
+
+
+def _launch(x: Tensor, rotation: Tensor) -> None:
+    rows = x.view(x.shape[0], -1, x.shape[-1]) if x.dim() != 3 else x  # [num_tokens, heads, dim]
+    num_tokens, num_heads, dim = rows.shape
+    if not rows.numel():
+        return
+    turns, inverse = real_rotation(rotation)
+    _rotate[(num_tokens, num_heads)](
+        rows[..., dim - 2 * rotation.shape[1] :],
+        turns,
+        *rows.stride()[:2],
+        PAIRS=rotation.shape[1],
+        BLOCK=triton.next_power_of_2(rotation.shape[1]),
+        INVERSE=inverse,
+        num_warps=1,
+    )
+
+
+@triton.jit
+def rotated_pairs(
+    even: tl.tensor, odd: tl.tensor, turn: tl.tensor, real: tl.tensor, INVERSE: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Pairs [n] turned in fp32 by the complex numbers at pointers `turn` [n], where `real`."""
+    cos, sin = tl.load(turn, mask=real), tl.load(turn + 1, mask=real)
+    if INVERSE:
+        sin = -sin
+    even, odd = even.to(tl.float32), odd.to(tl.float32)
+    return even * cos - odd * sin, even * sin + odd * cos
+
+
+@triton.jit
+def _rotate(
+    x: tl.tensor,
+    rotation: tl.tensor,
+    token_stride: tl.tensor,
+    head_stride: tl.tensor,
+    PAIRS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    INVERSE: tl.constexpr,
+) -> None:
+    """Program (token, head) turns the 2 * PAIRS channels of x that begin at its strides, in place.
+
+    rotation: fp32 [num_tokens, PAIRS, 2].
+    """
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    pair = tl.arange(0, BLOCK)
+    real = pair < PAIRS
+    even_at = x + token * token_stride + head * head_stride + 2 * pair
+    turn = rotation + (token * PAIRS + pair) * 2
+    even, odd = tl.load(even_at, mask=real), tl.load(even_at + 1, mask=real)
+    even, odd = rotated_pairs(even, odd, turn, real, INVERSE)
+    tl.store(even_at, even.to(x.dtype.element_ty), mask=real)
+    tl.store(even_at + 1, odd.to(x.dtype.element_ty), mask=real)
+
+
+AOT = (
+    Case(
+        _rotate,
+        "V4-Flash output",
+        {
+            "x": "*bf16:16",
+            "rotation": "*fp32:16",
+            "token_stride": "i32:16",
+            "head_stride": "i32:16",
+        },
+        {"PAIRS": 32, "BLOCK": 32, "INVERSE": True},
+        num_warps=1,
+    ),
+)

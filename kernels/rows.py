@@ -1,4 +1,4 @@
-"""Rows of a pool by slot: write a step's rows, gather the rows that a computation needs.
+"""Rows of a pool by slot: write a step's rows, gather what a computation needs, or re-pack them.
 
 `rows` is always one layer's view of a pool, [num_pages, rows_per_page, *row_shape], of whole rows
 or of the same part of each. Its page stride is that of all layers together, so pages are far apart;
@@ -8,21 +8,32 @@ Slot = page * rows_per_page + offset; -1 means no row.
 
 from __future__ import annotations
 
+import math
+
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
+
+from sluice.kernels.aot import Case
+from sluice.kernels.launch import block_size, runs_triton
+
+MAX_BLOCK_ELEMENTS = 1024  # of a row at a time: 8 elements a thread
 
 
 def write_rows(rows: Tensor, slots: Tensor, values: Tensor) -> None:
     """Store `values[i]` at `slots[i]`, in the pool's dtype.
 
     rows: [num_pages, rows_per_page, *row_shape], written in place.
-    slots: [n] int64; -1 is not written (it lands in the null page, whose content means nothing, so
-        that the shape never depends on the data).
+    slots: [n] int64; -1 is not written (the reference lets it land in the null page, whose content
+        means nothing, so that the shape never depends on the data).
     values: [n, *row_shape].
     """
     assert values.shape[1:] == rows.shape[2:], "a row's shape must be the pool's row_shape"
-    flat, index = _flat(rows, slots)
-    flat.index_copy_(0, index, values.reshape(slots.shape[0], flat.shape[1]).to(rows.dtype))
+    if runs_triton(rows):
+        _copy(values.contiguous().unsqueeze(1), None, rows, slots)
+    else:
+        write_rows_reference(rows, slots, values)
 
 
 def gather_rows(rows: Tensor, slots: Tensor) -> Tensor:
@@ -30,10 +41,47 @@ def gather_rows(rows: Tensor, slots: Tensor) -> Tensor:
 
     The zeros are written, not multiplied in: the null page may hold anything, NaN included.
     """
+    if not runs_triton(rows):
+        return gather_rows_reference(rows, slots)
+    result = rows.new_empty(slots.numel(), 1, *rows.shape[2:])
+    _copy(rows, slots.reshape(-1), result, None)
+    return result.view(*slots.shape, *rows.shape[2:])
+
+
+def repack_rows(source: Tensor, source_slots: Tensor, target: Tensor, target_slots: Tensor) -> None:
+    """Copy rows between two layouts of a pool, in the target's dtype.
+
+    source, target: [num_pages, rows_per_page, *row_shape], each with its own pages and dtype;
+        `target` is written in place and shares no memory with `source`.
+    source_slots, target_slots: [n] int64. A target slot of -1 is not written; a source slot of -1
+        gives zeros.
+    """
+    assert source.shape[2:] == target.shape[2:], "both layouts must have one row_shape"
+    if runs_triton(source):
+        _copy(source, source_slots, target, target_slots)
+    else:
+        repack_rows_reference(source, source_slots, target, target_slots)
+
+
+def write_rows_reference(rows: Tensor, slots: Tensor, values: Tensor) -> None:
+    """`write_rows` in torch."""
+    flat, index = _flat(rows, slots)
+    flat.index_copy_(0, index, values.reshape(slots.shape[0], flat.shape[1]).to(rows.dtype))
+
+
+def gather_rows_reference(rows: Tensor, slots: Tensor) -> Tensor:
+    """`gather_rows` in torch."""
     flat, index = _flat(rows, slots.reshape(-1))
     gathered = flat.index_select(0, index)  # [n, row_size]
     gathered.masked_fill_((slots < 0).reshape(-1, 1), 0)
     return gathered.view(*slots.shape, *rows.shape[2:])
+
+
+def repack_rows_reference(
+    source: Tensor, source_slots: Tensor, target: Tensor, target_slots: Tensor
+) -> None:
+    """`repack_rows` in torch."""
+    write_rows_reference(target, target_slots, gather_rows_reference(source, source_slots))
 
 
 def _flat(rows: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,3 +104,97 @@ def _flat(rows: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         return flat, slots
     pages = torch.div(slots, rows_per_page, rounding_mode="floor")
     return flat, slots + pages * (page_stride - rows_per_page)
+
+
+def _copy(
+    source: Tensor, source_slots: Tensor | None, target: Tensor, target_slots: Tensor | None
+) -> None:
+    """Row i from its source slot to its target slot; without slots, row i is slot i."""
+    slots = source_slots if source_slots is not None else target_slots
+    assert slots is not None, "one side at least is found by slot"
+    size = math.prod(source.shape[2:])
+    if not slots.numel() or not size:
+        return
+    block = block_size(size, high=MAX_BLOCK_ELEMENTS)
+    _copy_rows[(slots.numel(), triton.cdiv(size, block))](
+        source,
+        source_slots,
+        target,
+        target_slots,
+        size,
+        *source.stride()[:2],
+        *target.stride()[:2],
+        SOURCE_PAGE_ROWS=source.shape[1],
+        TARGET_PAGE_ROWS=target.shape[1],
+        BLOCK=block,
+    )
+
+
+@triton.jit
+def row_offsets(
+    slots: tl.tensor, page_stride: tl.tensor, row_stride: tl.tensor, PAGE_ROWS: tl.constexpr
+) -> tl.tensor:
+    """Offsets of the elements at int64 `slots`, of any shape, in a layer's view; -1 gives none."""
+    return slots // PAGE_ROWS * page_stride + slots % PAGE_ROWS * row_stride
+
+
+@triton.jit
+def _copy_rows(
+    source: tl.tensor,
+    source_slots: tl.tensor,
+    target: tl.tensor,
+    target_slots: tl.tensor,
+    size: tl.tensor,
+    source_page_stride: tl.tensor,
+    source_row_stride: tl.tensor,
+    target_page_stride: tl.tensor,
+    target_row_stride: tl.tensor,
+    SOURCE_PAGE_ROWS: tl.constexpr,
+    TARGET_PAGE_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """BLOCK elements of one row, from source to target [num_pages, rows_per_page, size].
+
+    Program (i, part) copies row i of the slots [n], either of which may be None for 0, 1, ...
+    Nothing is read at source slot -1, which gives zeros; nothing is written at target slot -1.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    source_slot = row
+    if source_slots is not None:
+        source_slot = tl.load(source_slots + row)
+    target_slot = row
+    if target_slots is not None:
+        target_slot = tl.load(target_slots + row)
+    read = source + row_offsets(
+        source_slot, source_page_stride, source_row_stride, SOURCE_PAGE_ROWS
+    )
+    write = target + row_offsets(
+        target_slot, target_page_stride, target_row_stride, TARGET_PAGE_ROWS
+    )
+    readable = tl.where(source_slot >= 0, size, 0)
+    writable = tl.where(target_slot >= 0, size, 0)
+    values = tl.load(read + element, mask=element < readable, other=0)
+    tl.store(write + element, values.to(target.dtype.element_ty), mask=element < writable)
+
+
+_STRIDES = {
+    f"{side}_{unit}_stride": "i64:16" for side in ("source", "target") for unit in ("page", "row")
+}
+AOT = (
+    Case(
+        _copy_rows,
+        "V4-Flash window rows",
+        {"source": "*bf16:16", "target": "*bf16:16", "target_slots": "*i64:16", "size": "i32:16"}
+        | _STRIDES,
+        {"SOURCE_PAGE_ROWS": 1, "TARGET_PAGE_ROWS": 64, "BLOCK": 512},
+    ),
+    Case(
+        _copy_rows,
+        "bf16 rows to fp8",
+        {"source": "*bf16:16", "source_slots": "*i64:16"}
+        | {"target": "*fp8e4nv:16", "target_slots": "*i64:16", "size": "i32:16"}
+        | _STRIDES,
+        {"SOURCE_PAGE_ROWS": 64, "TARGET_PAGE_ROWS": 32, "BLOCK": 512},
+    ),
+)

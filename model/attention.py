@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sluice.kernels.attention import sparse_attention
-from sluice.kernels.norm import rms_norm
+from sluice.kernels.norm import norm_and_rotate, rms_norm
 from sluice.kernels.rope import rotate_
-from sluice.kernels.rows import write_rows
-from sluice.model.compression import Source, csa_source, hca_source
+from sluice.model.compression import csa_source, hca_source
 from sluice.model.config import LayerType
 from sluice.model.pools import SWA_KV
 from sluice.model.step import LayerStep
@@ -26,11 +25,11 @@ def attention(x: Tensor, weights: AttentionWeights, at: LayerStep) -> Tensor:
     config, eps = at.config, at.config.norm_eps
     latent = rms_norm(F.linear(x, weights.wq_a), weights.q_norm, eps)  # [T, q_lora_rank]
     queries = F.linear(latent, weights.wq_b).unflatten(1, (config.num_heads, -1))
-    queries = rotate_(rms_norm(queries, None, eps), at.rotation)
-    kv = rotate_(rms_norm(F.linear(x, weights.wkv), weights.kv_norm, eps), at.rotation)
+    queries = norm_and_rotate(queries, None, eps, at.rotation)
+    kv = norm_and_rotate(F.linear(x, weights.wkv), weights.kv_norm, eps, at.rotation)
 
-    write_rows(at.rows(SWA_KV), at.step.window.write, kv)
-    sources: list[Source] = [(at.rows(SWA_KV), at.step.window.read)]
+    at.store(SWA_KV, at.step.window.write, kv)
+    sources = [at.source(SWA_KV, at.step.window.read, x.dtype)]
     if at.layer_type is LayerType.CSA:
         sources.append(csa_source(x, latent, weights, at))
     elif at.layer_type is LayerType.HCA:

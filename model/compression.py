@@ -6,15 +6,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sluice.kernels.indexer import causal_topk, index_scores
-from sluice.kernels.norm import rms_norm
+from sluice.kernels.norm import norm_and_rotate
 from sluice.kernels.rope import rotate_
-from sluice.kernels.rows import write_rows
 from sluice.model.placement import row_slots
+from sluice.model.pool_rows import Source
 from sluice.model.pools import C4_INDEX_K, C4_KV, C128_KV
 from sluice.model.step import CompressorStep, LayerStep
 from sluice.model.weights import AttentionWeights, CompressorWeights, IndexerWeights
-
-Source = tuple[Tensor, Tensor]  # a pool's layer view, and the slots [T, k] to attend to there
 
 
 def csa_source(x: Tensor, latent: Tensor, weights: AttentionWeights, at: LayerStep) -> Source:
@@ -26,7 +24,8 @@ def csa_source(x: Tensor, latent: Tensor, weights: AttentionWeights, at: LayerSt
     _compress(x, weights.compressor, at, at.step.csa.compressor)
     _compress(x, weights.indexer.compressor, at, at.step.csa.indexer)
     chosen = _choose(x, latent, weights.indexer, at)
-    return at.rows(C4_KV), row_slots(at.inputs, at.step.frame.pools[C4_KV].spec, chosen)
+    slots = row_slots(at.inputs, at.step.frame.pools[C4_KV].spec, chosen)
+    return at.source(C4_KV, slots, x.dtype)
 
 
 def hca_source(x: Tensor, weights: AttentionWeights, at: LayerStep) -> Source:
@@ -36,7 +35,7 @@ def hca_source(x: Tensor, weights: AttentionWeights, at: LayerStep) -> Source:
     """
     assert at.step.hca and weights.compressor, "an HCA layer has all its parts"
     _compress(x, weights.compressor, at, at.step.hca.compressor)
-    return at.rows(C128_KV), at.step.hca.read
+    return at.source(C128_KV, at.step.hca.read, x.dtype)
 
 
 def _compress(x: Tensor, weights: CompressorWeights, at: LayerStep, step: CompressorStep) -> None:
@@ -45,8 +44,8 @@ def _compress(x: Tensor, weights: CompressorWeights, at: LayerStep, step: Compre
     tokens[:, 1] += weights.ape[step.ape_row]
     new = step.state.update(at.rows(step.state.pool), tokens)  # [n, dim]
     if new.shape[0]:
-        new = rotate_(rms_norm(new, weights.norm, at.config.norm_eps), step.row_rotation)
-        write_rows(at.rows(step.rows), step.row_write, new)
+        new = norm_and_rotate(new, weights.norm, at.config.norm_eps, step.row_rotation)
+        at.store(step.rows, step.row_write, new)
 
 
 def _choose(x: Tensor, latent: Tensor, weights: IndexerWeights, at: LayerStep) -> Tensor:
@@ -54,13 +53,12 @@ def _choose(x: Tensor, latent: Tensor, weights: IndexerWeights, at: LayerStep) -
     assert at.step.csa, "only CSA layers have an indexer"
     heads, dim = at.config.index_num_heads, at.config.index_head_dim
     queries = F.linear(latent, weights.wq_b).unflatten(1, (heads, dim))
-    queries = rotate_(queries, at.rotation)
+    queries = at.matched(rotate_(queries, at.rotation), C4_INDEX_K)
     head_weights = F.linear(x.float(), weights.weights_proj) * (dim**-0.5 * heads**-0.5)
     scores = index_scores(
         queries,
         head_weights,
-        at.rows(C4_INDEX_K),
-        at.step.csa.index_read,
+        *at.source(C4_INDEX_K, at.step.csa.index_read, x.dtype),
         at.inputs.query_start,
     )
     return causal_topk(scores, at.step.csa.num_visible, at.config.index_topk)

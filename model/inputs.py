@@ -60,5 +60,8 @@ class PoolView(Protocol):
     def spec(self) -> PoolSpec: ...
 
     def layer(self, layer: int) -> torch.Tensor:
-        """View [num_pages, rows_per_page, *row_shape] of one of the model's layers."""
+        """View [num_pages, rows_per_page, *row_shape] of one of the model's layers.
+
+        Where the spec has a packed format, rows are [row_bytes] uint8.
+        """
         ...

@@ -20,6 +20,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sluice.cache.row_format import RowFormat
 from sluice.cache.spec import Block, Full, PoolSpec, Window
 from sluice.model.config import DeepseekV4Config, LayerType
 
@@ -35,32 +36,18 @@ KV = "kv"  # the one pool of the native path
 MAX_WINDOW_PAGE_TOKENS = 64  # 64 rows: the page of FlashMLA's kernels
 STATE_PAGE_BLOCKS = 2  # a CSA state page spans the live block and the one before
 NATIVE_PAGE_TOKENS = 64  # at V4-Flash's shapes a page of all layers has 34 MB
+VECTOR_DTYPES = ("float32", "bfloat16")  # of kv and index rows that are not packed
 FULL_PAGE_BLOCKS = 2  # of the coarsest ratio: 256 tokens, hence 64 CSA rows, for 4 and 128
 
 
-@dataclass(frozen=True)
-class RowFormat:
-    """How a pool stores one row."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-
-def declare(
-    config: DeepseekV4Config,
-    *,
-    dtype: str = "float32",
-    kv_row: RowFormat | None = None,
-    index_row: RowFormat | None = None,
-) -> tuple[PoolSpec, ...]:
+def declare(config: DeepseekV4Config, *, dtype: str = "float32") -> tuple[PoolSpec, ...]:
     """The pools of the hybrid path in their default layout.
 
-    Rows of kv and of index keys are vectors of `dtype` unless another format is given; compressor
-    state is always fp32.
+    Rows of kv and of index keys are vectors of `dtype`, and a role may choose to pack them;
+    compressor state is always fp32.
     """
-    kv = kv_row or RowFormat((config.head_dim,), dtype)
-    index = index_row or RowFormat((config.index_head_dim,), dtype)
     csa, hca = config.layers_of(LayerType.CSA), config.layers_of(LayerType.HCA)
+    kv, index = _kv_row(config, dtype), _index_row(config, dtype)
     specs = [_window(config, kv)]
     if csa:
         specs += [_compressed(C4_KV, csa, kv, config.csa_ratio, config)]
@@ -98,7 +85,38 @@ def replay_tokens(specs: Sequence[PoolSpec], sliding_window: int) -> int:
     )
 
 
-def _window(config: DeepseekV4Config, row: RowFormat) -> PoolSpec:
+@dataclass(frozen=True)
+class Row:
+    """What a pool stores for a layer at one place, and what a role may store instead."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    choices: tuple[str | RowFormat, ...]
+
+
+def _kv_row(config: DeepseekV4Config, dtype: str) -> Row:
+    """fp8_v4 is the released models' own: channels without position fp8, those with it bf16."""
+    fp8 = RowFormat(
+        name="fp8_v4",
+        num_coded=config.head_dim - config.rope_dim,
+        num_plain=config.rope_dim,
+        tile=64,
+        code="e4m3",
+        scale="ue8m0",
+    )
+    return Row((config.head_dim,), dtype, (*VECTOR_DTYPES, fp8))
+
+
+def _index_row(config: DeepseekV4Config, dtype: str) -> Row:
+    """fp4 as the released models simulate it in training, or fp8 with one scale a row."""
+    dim = config.index_head_dim
+    fp8 = RowFormat("fp8", dim, 0, tile=dim, code="e4m3", scale="float32", rotated=True)
+    fp4 = RowFormat("fp4", dim, 0, tile=32, code="e2m1", scale="ue8m0", rotated=True)
+    can_rotate = dim & (dim - 1) == 0  # a Hadamard matrix of any other size takes more to make
+    return Row((dim,), dtype, (*VECTOR_DTYPES, fp8, fp4) if can_rotate else VECTOR_DTYPES)
+
+
+def _window(config: DeepseekV4Config, row: Row) -> PoolSpec:
     return PoolSpec(
         name=SWA_KV,
         layers=tuple(range(config.num_layers)),
@@ -107,11 +125,12 @@ def _window(config: DeepseekV4Config, row: RowFormat) -> PoolSpec:
         tokens_per_row=1,
         tokens_per_page=min(MAX_WINDOW_PAGE_TOKENS, config.sliding_window),
         retention=Window(config.sliding_window),
+        choices=row.choices,
     )
 
 
 def _compressed(
-    name: str, layers: tuple[int, ...], row: RowFormat, ratio: int, config: DeepseekV4Config
+    name: str, layers: tuple[int, ...], row: Row, ratio: int, config: DeepseekV4Config
 ) -> PoolSpec:
     return PoolSpec(
         name=name,
@@ -121,6 +140,7 @@ def _compressed(
         tokens_per_row=ratio,
         tokens_per_page=_full_page_tokens(config),
         retention=Full(),
+        choices=row.choices,
     )
 
 

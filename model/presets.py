@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from sluice.cache.row_format import RowFormat
 from sluice.cache.spec import PoolSpec
 from sluice.engine.protocol import ConfigError
 from sluice.model.config import DeepseekV4Config, LayerType, MlpType, YarnConfig
-from sluice.model.pools import RowFormat, declare
+from sluice.model.pools import declare
 
 _SLIDING, _CSA, _HCA = LayerType.SLIDING, LayerType.CSA, LayerType.HCA
 
@@ -58,11 +59,6 @@ V4_PRO = dataclasses.replace(
 
 PRESETS = {"v4-flash": V4_FLASH, "v4-pro": V4_PRO}
 
-# 448 fp8 channels, 64 bf16 channels with the position, 7 scales of 64 channels each, 1 pad byte.
-FP8_KV_ROW = RowFormat((448 + 2 * 64 + 7 + 1,), "uint8")
-FP4_INDEX_ROW = RowFormat((128 // 2 + 128 // 32,), "uint8")  # two channels a byte, 4 scales
-FP8_INDEX_ROW = RowFormat((128 + 4,), "uint8")  # one fp32 scale
-
 
 def preset_pools(
     name: str,
@@ -75,7 +71,15 @@ def preset_pools(
     """
     if name not in PRESETS:
         raise ConfigError(f"preset {name!r} is unknown; known: {', '.join(PRESETS)}")
+    specs = declare(PRESETS[name], dtype="bfloat16")
     if storage == "bfloat16":
-        return declare(PRESETS[name], dtype="bfloat16")
-    index_row = FP4_INDEX_ROW if index_storage == "fp4" else FP8_INDEX_ROW
-    return declare(PRESETS[name], kv_row=FP8_KV_ROW, index_row=index_row)
+        return specs
+    return tuple(_packed(spec, ("fp8_v4", index_storage)) for spec in specs)
+
+
+def _packed(spec: PoolSpec, formats: tuple[str, ...]) -> PoolSpec:
+    """The pool in whichever of the formats it can take, or as it is."""
+    for choice in spec.choices:
+        if isinstance(choice, RowFormat) and choice.name in formats:
+            return spec.stored_as(choice.name)
+    return spec

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from sluice.kernels.rope import rotations
-from sluice.model import placement
+from sluice.model import placement, pool_rows
 from sluice.model.config import DeepseekV4Config, LayerType
 from sluice.model.inputs import ForwardInputs, PoolView
 from sluice.model.placement import Blocks
+from sluice.model.pool_rows import Source
 from sluice.model.pools import (
     C4_INDEX_K,
     C4_INDEX_STATE,
@@ -111,8 +113,20 @@ class LayerStep:
         return self.step.rotation[self.layer_type]
 
     def rows(self, pool: str) -> Tensor:
-        """This layer's view [num_pages, rows_per_page, *row_shape] of a pool."""
+        """This layer's view [num_pages, rows_per_page, *row_shape] of a pool that is not packed."""
         return self.step.frame.pools[pool].layer(self.layer)
+
+    def store(self, pool: str, slots: Tensor, values: Tensor) -> None:
+        """Write vectors [n, dim] to this layer's rows of a pool, packed if the role has them so."""
+        pool_rows.store(self.step.frame.pools[pool], self.layer, slots, values)
+
+    def source(self, pool: str, slots: Tensor, dtype: torch.dtype) -> Source:
+        """This layer's rows of a pool for kernels to read at `slots` [n, k], once written."""
+        return pool_rows.source(self.step.frame.pools[pool], self.layer, slots, self.inputs, dtype)
+
+    def matched(self, queries: Tensor, pool: str) -> Tensor:
+        """Queries [..., dim] in the numbers of the pool that they are compared with."""
+        return pool_rows.matched(queries, self.step.frame.pools[pool])
 
 
 Planner = Callable[[StepFrame], AttentionStep]

@@ -17,7 +17,7 @@ NODE = {"engine", "transfer", "model", "cache"}
 ALLOWED = {
     "kernels": set(),
     "cache": set(),
-    "model": {"kernels", "cache.spec", *WORDS},
+    "model": {"kernels", "cache.spec", "cache.row_format", *WORDS},
     "engine": {"model", "cache", "kernels"},
     "transfer": {"cache", *WORDS},
     "prefill_node": NODE,

@@ -91,7 +91,8 @@ class Driver:
     def _poison(self, table, pages):
         for spec in self.specs:
             if spec.table == table and pages:
-                self.pools[spec.name].tensor[pages] = torch.nan
+                # 255 is NaN as an FP8 code, as a scale and in bf16.
+                self.pools[spec.name].tensor[pages] = torch.nan if spec.format is None else 255
 
     def _inputs(self, chunks, starts):
         lengths = torch.tensor([len(ids) for ids in chunks.values()])

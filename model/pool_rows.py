@@ -1,0 +1,66 @@
+"""Rows of pools in whatever format the role keeps them: the only place that tells them apart.
+
+Kernels read plain vectors. Where a pool's rows are packed, those that a step needs are unpacked
+first: each row that is listed, or, where the lists name rows many times over as long prompts do,
+each row of the requests' pages once.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sluice.kernels.formats import gather_packed, simulate, unpack, write_packed
+from sluice.kernels.hadamard import rotate_channels
+from sluice.kernels.rows import write_rows
+from sluice.model.inputs import ForwardInputs, PoolView
+
+Source = tuple[Tensor, Tensor]  # rows [num_pages, rows_per_page, dim], and slots in them
+
+
+def store(pool: PoolView, layer: int, slots: Tensor, values: Tensor) -> None:
+    """Write vectors [n, dim] to one layer's rows at `slots` [n]; -1 is not written."""
+    form = pool.spec.format
+    if form is None:
+        write_rows(pool.layer(layer), slots, values)
+    else:
+        values = rotate_channels(values) if form.rotated else values
+        write_packed(pool.layer(layer), slots, values, form)
+
+
+def source(
+    pool: PoolView, layer: int, slots: Tensor, inputs: ForwardInputs, dtype: torch.dtype
+) -> Source:
+    """One layer's rows and where in them those at `slots` [n, k] are; unpacked ones are `dtype`."""
+    form, rows = pool.spec.format, pool.layer(layer)
+    if form is None:
+        return rows, slots
+    if not slots.numel():
+        return rows.new_zeros(1, 1, form.dim, dtype=dtype), slots
+    table = inputs.page_tables[pool.spec.table]
+    if slots.numel() > table.numel() * rows.shape[1]:
+        pages = table.flatten()
+        return unpack(rows[pages], form, dtype), _slots_among(pages, slots, rows)
+    vectors = gather_packed(rows, slots, form, dtype)  # [n, k, dim]: as n pages of k rows
+    place = torch.arange(slots.numel(), device=slots.device).view_as(slots)
+    return vectors, torch.where(slots >= 0, place, -1)
+
+
+def matched(queries: Tensor, pool: PoolView) -> Tensor:
+    """Queries [..., dim] as the pool's rows are: turned if those are, and rounded in the same way.
+
+    The released models were trained with both sides of the indexer's scores rounded.
+    """
+    form = pool.spec.format
+    if form is None or not form.rotated:
+        return queries
+    return simulate(rotate_channels(queries), form)
+
+
+def _slots_among(pages: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
+    """Slots of the same rows where only `pages` [n] of the pool are left, in this order."""
+    num_pages, rows_per_page = rows.shape[:2]
+    place = torch.zeros(num_pages, dtype=torch.int64, device=slots.device)
+    place[pages] = torch.arange(len(pages), device=slots.device)
+    page = torch.div(slots.clamp(min=0), rows_per_page, rounding_mode="floor")
+    return torch.where(slots >= 0, place[page] * rows_per_page + slots % rows_per_page, -1)
