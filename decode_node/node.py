@@ -134,6 +134,9 @@ class DecodeNode:
             )
         except NoRoom as error:
             raise Refused(f"{self.info.node_id}: {error}; try again or another node") from error
+        if manager.prefix_cache:
+            kept = [spec for spec in manager.specs if spec.table.keeps_all]
+            self.metrics.count_lookup(kept, num_tokens, history.num_tokens)
         grant = PageGrant(
             grant_id=grant_id,
             epoch=next(self._epochs),
@@ -198,9 +201,9 @@ class DecodeNode:
         for grant_id in self._grants.take_held(now):
             self._free(grant_id)
 
-    def _void(self, stream: Stream, reason: str) -> None:
-        self._send(stream, error=reason)
-        self.metrics.failed_requests.labels("lease").inc()
+    def _void(self, stream: Stream, error: str, *, reason: str = "lease") -> None:
+        self._send(stream, error=error)
+        self.metrics.failed_requests.labels(reason).inc()
         self._release(stream.grant.grant_id, in_flight=True)
 
     def _take_arrivals(self) -> None:
@@ -217,7 +220,7 @@ class DecodeNode:
     def _take_arrival(self, stream: Stream, arrival: Arrival) -> None:
         stream.deadline = time.monotonic() + self._grants.lease_s
         if arrival.error is not None:
-            self._void(stream, arrival.error)
+            self._void(stream, arrival.error, reason="TransferFailed")
         elif arrival.first_token is not None:
             stream.request.num_computed_tokens = stream.grant.num_tokens
             self._keep_history(stream)
@@ -232,6 +235,7 @@ class DecodeNode:
             logits = self.runner.step(chunks)
         except Exception as error:
             log.exception("event=step_failed node=%s", self.info.node_id)
+            self.metrics.failed_requests.labels("NodeError").inc(len(streams))
             for stream in streams:
                 self._end(stream, error=f"decode step failed: {error}")
             return
@@ -266,6 +270,7 @@ class DecodeNode:
 
     def _emit(self, stream: Stream, choice: Choice) -> None:
         if choice.error is not None:
+            self.metrics.failed_requests.labels("NodeError").inc()
             self._end(stream, error=f"the grammar failed: {choice.error}")
             return
         request, token = stream.request, choice.token_id
@@ -302,6 +307,7 @@ class DecodeNode:
             ("held", self._grants.num_held),
         ):
             self.metrics.grants.labels(state).set(count)
+        self.metrics.show_dropped(self._receiver.dropped)
         return NodeStatus(
             node_id=self.info.node_id,
             running=running,

@@ -1,0 +1,67 @@
+"""What an operator sees of a whole system: real nodes in this process, asked over HTTP."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from sluice.deploy.in_process import InProcess
+from sluice.router.app import create_app
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "deploy/models/tiny-v4"  # small, trained, with a tokenizer
+CACHED = {"prefix_cache": True}
+PROMPT = list(range(100, 700))
+
+
+@pytest.fixture
+async def http(config_of):
+    """A client of a router over one prefill and one decode node."""
+    async with InProcess(config_of(MODEL, prefill=CACHED, decode=CACHED)) as system:
+        transport = httpx.ASGITransport(app=create_app(system.service))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            yield client
+
+
+async def complete(http, **fields):
+    body = {"model": "tiny-v4", "prompt": PROMPT, "max_tokens": 4, "temperature": 0}
+    answer = await http.post("/v1/completions", json=body | fields, timeout=60)
+    assert answer.status_code == 200, answer.text
+
+
+async def scrape(http):
+    text = (await http.get("/metrics")).text
+    return {family.name: family for family in text_string_to_metric_families(text)}
+
+
+def totals(families, name, label):
+    """Sums of a counter's samples by one label."""
+    found = {}
+    for sample in families[name].samples:
+        found[sample.labels[label]] = found.get(sample.labels[label], 0) + sample.value
+    return found
+
+
+async def test_the_metrics_are_the_documented_ones(http):
+    families = (await scrape(http)).values()
+    found = {f.name + ("_total" if f.type == "counter" else "") for f in families}
+    text = (ROOT / "docs/observability.md").read_text(encoding="utf-8")
+    assert found == set(re.findall(r"^\| `(sluice:\w+)` \|", text, re.MULTILINE))
+
+
+async def test_a_repeated_prompt_shows_as_hits_on_both_roles_and_as_rows_of_their_pools(http):
+    await complete(http)
+    before = await scrape(http)
+    assert set(totals(before, "sluice:prefix_cache_hits", "role").values()) == {0}
+    await complete(http)
+    after = await scrape(http)
+    assert totals(after, "sluice:prefix_cache_queries", "role") == {"prefill": 1200, "decode": 1200}
+    hits = totals(after, "sluice:prefix_cache_hits", "role")
+    assert 0 < hits["decode"] <= hits["prefill"] < len(PROMPT)
+    rows = totals(after, "sluice:pool_reused_rows", "pool")
+    assert rows.keys() == totals(after, "sluice:pool_pages", "pool").keys()
+    assert max(rows.values()) == hits["prefill"] // 4 + hits["decode"] // 4  # one row for 4 tokens
