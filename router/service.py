@@ -40,6 +40,7 @@ from sluice.router.registry import Nodes
 from sluice.router.reservation import CALL_LIMIT_S
 from sluice.router.text import Delta, OutputText
 from sluice.router.token_text import TokenTexts
+from sluice.router.troubles import Troubles
 
 STATUS_LIMIT_S = 1.0  # how long /metrics and /admin/status wait for fresh numbers
 STOP_LIMIT_S = 30.0
@@ -87,6 +88,7 @@ class RouterService:
         self.metrics = RouterMetrics(
             lambda: self.nodes, lambda: len(self.queue), lambda: self._num_active
         )
+        self.troubles = Troubles()
         self.canary = self._make_canary()
         self._dispatcher = Dispatcher(
             self.queue,
@@ -104,9 +106,15 @@ class RouterService:
         """Whether a request that came now could be answered."""
         return self._accepting and not self._missing_roles()
 
+    @property
+    def num_running(self) -> int:
+        """Requests not yet answered, those in the queue included."""
+        return self._num_active
+
     async def start(self) -> None:
         """Take requests from now on."""
         self._accepting = True
+        self.troubles.listen()
 
     async def stop(self, limit_s: float = STOP_LIMIT_S) -> None:
         """Take nothing new, let what runs finish for `limit_s`, end the rest with an error."""
@@ -120,6 +128,7 @@ class RouterService:
         if self.canary is not None:
             await self.canary.close(CALL_LIMIT_S)
         await self._background.drain(2 * CALL_LIMIT_S)
+        self.troubles.close()
 
     def set_nodes(
         self,
