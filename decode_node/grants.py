@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from sluice.engine.batch import Chunk
 from sluice.engine.protocol import PageGrant
 from sluice.engine.request import Request
+from sluice.engine.tracing import NO_SPAN, Span
 
 
 @dataclass
@@ -28,6 +29,8 @@ class Stream:
     router_id: str
     deadline: float  # monotonic seconds; for a pending grant the end of its lease
     running: bool = False
+    traceparent: str = ""
+    span: Span = NO_SPAN  # from the arrival of all pages on
 
     def next_chunk(self) -> Chunk:
         """The single token to compute next: the newest one, whose row is in no pool yet."""

@@ -39,6 +39,7 @@ from sluice.engine.protocol import (
     TokenChunk,
 )
 from sluice.engine.runner import Runner
+from sluice.engine.tracing import begin_span
 from sluice.transfer.receiver import Arrival, Receiver
 from sluice.transfer.transport import Transport, make_transport
 
@@ -149,7 +150,16 @@ class DecodeNode:
             skip_tokens=history.num_tokens,
         )
         deadline = time.monotonic() + self._grants.lease_s
-        self._grants.add(Stream(state, grant, request.cache_salt, router_id, deadline))
+        self._grants.add(
+            Stream(
+                state,
+                grant,
+                request.cache_salt,
+                router_id,
+                deadline,
+                traceparent=request.traceparent,
+            )
+        )
         self._receiver.expect(grant)
         return grant
 
@@ -175,6 +185,7 @@ class DecodeNode:
         else:
             self._grants.remove(grant_id)
             self._free(grant_id)
+        stream.span.end(output_tokens=stream.request.num_output_tokens)
 
     def _free(self, grant_id: str) -> None:
         self._receiver.forget(grant_id)
@@ -203,6 +214,7 @@ class DecodeNode:
 
     def _void(self, stream: Stream, error: str, *, reason: str = "lease") -> None:
         self._send(stream, error=error)
+        stream.span.fail(error)
         self.metrics.failed_requests.labels(reason).inc()
         self._release(stream.grant.grant_id, in_flight=True)
 
@@ -226,6 +238,12 @@ class DecodeNode:
             self._keep_history(stream)
             stream.request.append(arrival.first_token)
             stream.running = True
+            stream.span = begin_span(
+                "decode",
+                stream.traceparent,
+                request_id=stream.request.request_id,
+                node=self.info.node_id,
+            )
 
     def _step(self, streams: Sequence[Stream]) -> None:
         """One more token for every running request."""
@@ -286,6 +304,8 @@ class DecodeNode:
     def _end(self, stream: Stream, token_ids: tuple[int, ...] = (), **outcome: Any) -> None:
         """Send the last chunk, keep the history for later requests, give the pages back."""
         self._send(stream, token_ids, **outcome)
+        if "error" in outcome:
+            stream.span.fail(outcome["error"])
         self._keep_history(stream)
         self._release(stream.grant.grant_id, in_flight=False)
 

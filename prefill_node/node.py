@@ -38,7 +38,9 @@ from sluice.engine.protocol import (
     TransferFailed,
 )
 from sluice.engine.runner import Runner
+from sluice.engine.tracing import NO_SPAN, Span, begin_span
 from sluice.prefill_node.scheduler import Job, PrefillScheduler
+from sluice.transfer.outgoing import Transfer
 from sluice.transfer.plan import PoolTraffic
 from sluice.transfer.sender import Sender
 from sluice.transfer.transport import Transport, make_transport
@@ -105,6 +107,7 @@ class PrefillNode:
 
         def add() -> None:
             self._sender.open(grant)
+            job.span = self._span("prefill", request.traceparent, request.request_id)
             self._scheduler.add(job)
 
         self._loop.call(add).add_done_callback(lambda added: pass_failure(added, result))
@@ -152,6 +155,23 @@ class PrefillNode:
             else:
                 self.metrics.transfer_seconds.observe(transfer.seconds)
                 self._count(transfer.pools)
+                self._trace(transfer)
+
+    def _trace(self, transfer: Transfer) -> None:
+        job = self._scheduler.find(transfer.grant_id)
+        if job is not None and job.span is not NO_SPAN:
+            self._span(
+                "transfer",
+                job.span.traceparent,
+                job.request.request_id,
+                seconds_ago=transfer.seconds,
+                bytes=sum(sent.bytes for sent in transfer.pools.values()),
+                descriptors=sum(sent.descriptors for sent in transfer.pools.values()),
+            ).end()
+
+    def _span(self, name: str, parent: str, request_id: str, **more: float) -> Span:
+        node = self.info.node_id
+        return begin_span(name, parent, request_id=request_id, node=node, **more)
 
     def _count(self, pools: Mapping[str, PoolTraffic]) -> None:
         for pool, sent in pools.items():

@@ -14,6 +14,7 @@ from sluice.engine.batch import Chunk
 from sluice.engine.protocol import NodeError, PageGrant, PrefillResult
 from sluice.engine.request import Request
 from sluice.engine.runner import Runner
+from sluice.engine.tracing import NO_SPAN, Span
 
 
 @dataclass
@@ -33,6 +34,7 @@ class Job:
     num_cached_tokens: int = 0
     likely_resumes: frozenset[int] = frozenset()  # lengths from which later prompts may go on
     aborts: list[Future[None]] = field(default_factory=list)
+    span: Span = NO_SPAN
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -49,6 +51,7 @@ class Job:
 
     def settle(self) -> None:
         """Tell everyone who waits for this job."""
+        self._end_span()
         if self.error is not None:
             self.result.set_exception(self.error)
         elif self.aborts or self.outcome is None:
@@ -57,6 +60,11 @@ class Job:
             self.result.set_result(self.outcome)
         for abort in self.aborts:
             abort.set_result(None)
+
+    def _end_span(self) -> None:
+        if self.error is not None:
+            self.span.fail(str(self.error))
+        self.span.end(cached_tokens=self.num_cached_tokens)
 
 
 class PrefillScheduler:

@@ -14,7 +14,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sluice.engine.config import SluiceConfig
 from sluice.engine.protocol import (
@@ -26,6 +26,7 @@ from sluice.engine.protocol import (
     Unavailable,
     UnknownModel,
 )
+from sluice.engine.tracing import Span, begin_span
 from sluice.router.accounting import recorded
 from sluice.router.auth import read_api_keys
 from sluice.router.background import Background
@@ -48,11 +49,25 @@ STOP_LIMIT_S = 30.0
 
 @dataclass(frozen=True)
 class Job:
-    """A request with what only the router knows of it. `arrived`: time.monotonic()."""
+    """A request with what only the router knows of it.
+
+    arrived: time.monotonic(). traceparent: the client's own, as it came.
+    """
 
     request: GenerateRequest
     stop: tuple[str, ...]
     arrived: float
+    traceparent: str = ""
+
+    def span(self) -> Span:
+        """The root of what we do for the request."""
+        return begin_span(
+            "request",
+            self.traceparent,
+            seconds_ago=time.monotonic() - self.arrived,
+            request_id=self.request.request_id,
+            prompt_tokens=len(self.request.prompt_token_ids),
+        )
 
 
 class RouterService:
@@ -195,7 +210,9 @@ class RouterService:
         with (
             self.counted(),
             recorded(self.metrics, request.request_id, num_prompt_tokens, job.arrived) as record,
+            job.span() as span,
         ):
+            request = replace(request, traceparent=span.traceparent)
             async with contextlib.aclosing(self.generate(request, deadline)) as stream:
                 async for tokens in stream:
                     delta = text.take(tokens)

@@ -7,9 +7,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client.parser import text_string_to_metric_families
 
 from sluice.deploy.in_process import InProcess
+from sluice.engine import tracing
 from sluice.router.app import create_app
 
 ROOT = Path(__file__).parents[2]
@@ -27,9 +30,9 @@ async def http(config_of):
             yield client
 
 
-async def complete(http, **fields):
+async def complete(http, headers=None):
     body = {"model": "tiny-v4", "prompt": PROMPT, "max_tokens": 4, "temperature": 0}
-    answer = await http.post("/v1/completions", json=body | fields, timeout=60)
+    answer = await http.post("/v1/completions", json=body, headers=headers, timeout=60)
     assert answer.status_code == 200, answer.text
 
 
@@ -65,3 +68,34 @@ async def test_a_repeated_prompt_shows_as_hits_on_both_roles_and_as_rows_of_thei
     rows = totals(after, "sluice:pool_reused_rows", "pool")
     assert rows.keys() == totals(after, "sluice:pool_pages", "pool").keys()
     assert max(rows.values()) == hits["prefill"] // 4 + hits["decode"] // 4  # one row for 4 tokens
+
+
+@pytest.fixture
+def spans():
+    """Ends of spans in this process, as they come."""
+    exporter = InMemorySpanExporter()
+    tracing.record(SimpleSpanProcessor(exporter), "test")
+    yield exporter.get_finished_spans
+    tracing.stop()
+
+
+async def test_a_request_is_one_trace_under_the_client_s_own_span(http, spans):
+    headers = {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01", "x-request-id": "mine"}
+    await complete(http, headers)
+    found = {span.name: span for span in spans()}
+    assert found.keys() == {"request", "prefill", "transfer", "decode"}
+    assert {span.context.trace_id for span in found.values()} == {int("a" * 32, 16)}
+    parents = {name: span.parent.span_id for name, span in found.items()}
+    request, prefill = (found[name].context.span_id for name in ("request", "prefill"))
+    assert parents == {
+        "request": int("b" * 16, 16), "prefill": request, "transfer": prefill, "decode": request,
+    }  # fmt: skip
+    assert all(span.attributes["request_id"].startswith("mine-") for span in found.values())
+    assert found["decode"].attributes["output_tokens"] == 4
+    assert found["request"].start_time <= found["prefill"].start_time <= found["decode"].start_time
+
+
+async def test_a_traceparent_that_is_none_starts_a_trace_of_its_own(http, spans):
+    await complete(http, {"traceparent": "secret words"})
+    assert {span.name for span in spans() if span.parent is None} == {"request"}
+    assert "secret" not in str([span.to_json() for span in spans()])
