@@ -32,6 +32,10 @@ class Stream:
     traceparent: str = ""
     span: Span = NO_SPAN  # from the arrival of all pages on
 
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
     def next_chunk(self) -> Chunk:
         """The single token to compute next: the newest one, whose row is in no pool yet."""
         start = self.request.num_computed_tokens

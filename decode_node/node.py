@@ -161,6 +161,10 @@ class DecodeNode:
             )
         )
         self._receiver.expect(grant)
+        log.info(
+            "event=reserved request_id=%s grant_id=%s tokens=%d skip_tokens=%d",
+            *(request.request_id, grant_id, num_tokens, history.num_tokens),
+        )
         return grant
 
     def _pages_to_write(
@@ -185,7 +189,9 @@ class DecodeNode:
         else:
             self._grants.remove(grant_id)
             self._free(grant_id)
-        stream.span.end(output_tokens=stream.request.num_output_tokens)
+        num_tokens = stream.request.num_output_tokens
+        stream.span.end(output_tokens=num_tokens)
+        log.info("event=released request_id=%s output_tokens=%d", stream.request_id, num_tokens)
 
     def _free(self, grant_id: str) -> None:
         self._receiver.forget(grant_id)
@@ -214,7 +220,7 @@ class DecodeNode:
 
     def _void(self, stream: Stream, error: str, *, reason: str = "lease") -> None:
         self._send(stream, error=error)
-        stream.span.fail(error)
+        self._note_failure(stream, error)
         self.metrics.failed_requests.labels(reason).inc()
         self._release(stream.grant.grant_id, in_flight=True)
 
@@ -241,9 +247,10 @@ class DecodeNode:
             stream.span = begin_span(
                 "decode",
                 stream.traceparent,
-                request_id=stream.request.request_id,
+                request_id=stream.request_id,
                 node=self.info.node_id,
             )
+            log.info("event=decode_started request_id=%s", stream.request_id)
 
     def _step(self, streams: Sequence[Stream]) -> None:
         """One more token for every running request."""
@@ -305,9 +312,13 @@ class DecodeNode:
         """Send the last chunk, keep the history for later requests, give the pages back."""
         self._send(stream, token_ids, **outcome)
         if "error" in outcome:
-            stream.span.fail(outcome["error"])
+            self._note_failure(stream, outcome["error"])
         self._keep_history(stream)
         self._release(stream.grant.grant_id, in_flight=False)
+
+    def _note_failure(self, stream: Stream, error: str) -> None:
+        stream.span.fail(error)
+        log.warning("event=decode_failed request_id=%s error=%s", stream.request_id, error)
 
     def _keep_history(self, stream: Stream) -> None:
         manager, request = self.runner.manager, stream.request
@@ -315,7 +326,7 @@ class DecodeNode:
         manager.cache_history(request.grant_id, keys, request.num_computed_tokens)
 
     def _send(self, stream: Stream, token_ids: tuple[int, ...] = (), **outcome: Any) -> None:
-        chunk = TokenChunk(stream.grant.request_id, token_ids, **outcome)
+        chunk = TokenChunk(stream.request_id, token_ids, **outcome)
         self._outbox.put(stream.router_id, chunk)
 
     def _status(self, router_id: str) -> NodeStatus:

@@ -109,6 +109,10 @@ class PrefillNode:
             self._sender.open(grant)
             job.span = self._span("prefill", request.traceparent, request.request_id)
             self._scheduler.add(job)
+            log.info(
+                "event=prefill_started request_id=%s tokens=%d",
+                *(request.request_id, job.num_prompt_tokens),
+            )
 
         self._loop.call(add).add_done_callback(lambda added: pass_failure(added, result))
         return result
@@ -185,7 +189,17 @@ class PrefillNode:
             if not self._sender.in_flight(job.grant.grant_id):
                 self._scheduler.remove(job)
                 self._sender.close_grant(job.grant.grant_id)
+                self._log_end(job)
                 job.settle()
+
+    @staticmethod
+    def _log_end(job: Job) -> None:
+        if job.error is None:  # a failure has its line already
+            log.info(
+                "event=%s request_id=%s cached_tokens=%d",
+                "prefill_aborted" if job.aborts or job.outcome is None else "prefilled",
+                *(job.request.request_id, job.num_cached_tokens),
+            )
 
     def _step(self, chunks: Sequence[Chunk]) -> None:
         """Compute the chunks, then post what each of them finished."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 
@@ -99,3 +100,16 @@ async def test_a_traceparent_that_is_none_starts_a_trace_of_its_own(http, spans)
     await complete(http, {"traceparent": "secret words"})
     assert {span.name for span in spans() if span.parent is None} == {"request"}
     assert "secret" not in str([span.to_json() for span in spans()])
+
+
+async def test_one_id_finds_every_event_of_a_request_in_the_logs_of_all_nodes(http, caplog):
+    caplog.set_level(logging.INFO, logger="sluice")
+    await complete(http, {"x-request-id": "mine"})
+    lines = [line for line in caplog.messages if "request_id=mine-" in line]
+    events = [line.split()[0].removeprefix("event=") for line in lines]
+    assert sorted(events) == [
+        "arrived", "decode_started", "dispatched", "finished", "first_token", "prefill_started",
+        "prefilled", "released", "reserved",
+    ]  # fmt: skip
+    text = (ROOT / "docs/observability.md").read_text(encoding="utf-8").partition("## Logs")[2]
+    assert set(events) <= set(re.findall(r"`(\w+)`", text))
