@@ -39,7 +39,6 @@ from sluice.engine.protocol import (
     TokenChunk,
 )
 from sluice.engine.runner import Runner
-from sluice.engine.tracing import begin_span
 from sluice.transfer.receiver import Arrival, Receiver
 from sluice.transfer.transport import Transport, make_transport
 
@@ -189,9 +188,7 @@ class DecodeNode:
         else:
             self._grants.remove(grant_id)
             self._free(grant_id)
-        num_tokens = stream.request.num_output_tokens
-        stream.span.end(output_tokens=num_tokens)
-        log.info("event=released request_id=%s output_tokens=%d", stream.request_id, num_tokens)
+        stream.end()
 
     def _free(self, grant_id: str) -> None:
         self._receiver.forget(grant_id)
@@ -220,7 +217,7 @@ class DecodeNode:
 
     def _void(self, stream: Stream, error: str, *, reason: str = "lease") -> None:
         self._send(stream, error=error)
-        self._note_failure(stream, error)
+        stream.fail(error)
         self.metrics.failed_requests.labels(reason).inc()
         self._release(stream.grant.grant_id, in_flight=True)
 
@@ -243,14 +240,7 @@ class DecodeNode:
             stream.request.num_computed_tokens = stream.grant.num_tokens
             self._keep_history(stream)
             stream.request.append(arrival.first_token)
-            stream.running = True
-            stream.span = begin_span(
-                "decode",
-                stream.traceparent,
-                request_id=stream.request_id,
-                node=self.info.node_id,
-            )
-            log.info("event=decode_started request_id=%s", stream.request_id)
+            stream.start()
 
     def _step(self, streams: Sequence[Stream]) -> None:
         """One more token for every running request."""
@@ -312,13 +302,9 @@ class DecodeNode:
         """Send the last chunk, keep the history for later requests, give the pages back."""
         self._send(stream, token_ids, **outcome)
         if "error" in outcome:
-            self._note_failure(stream, outcome["error"])
+            stream.fail(outcome["error"])
         self._keep_history(stream)
         self._release(stream.grant.grant_id, in_flight=False)
-
-    def _note_failure(self, stream: Stream, error: str) -> None:
-        stream.span.fail(error)
-        log.warning("event=decode_failed request_id=%s error=%s", stream.request_id, error)
 
     def _keep_history(self, stream: Stream) -> None:
         manager, request = self.runner.manager, stream.request

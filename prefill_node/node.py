@@ -38,9 +38,7 @@ from sluice.engine.protocol import (
     TransferFailed,
 )
 from sluice.engine.runner import Runner
-from sluice.engine.tracing import NO_SPAN, Span, begin_span
 from sluice.prefill_node.scheduler import Job, PrefillScheduler
-from sluice.transfer.outgoing import Transfer
 from sluice.transfer.plan import PoolTraffic
 from sluice.transfer.sender import Sender
 from sluice.transfer.transport import Transport, make_transport
@@ -107,12 +105,8 @@ class PrefillNode:
 
         def add() -> None:
             self._sender.open(grant)
-            job.span = self._span("prefill", request.traceparent, request.request_id)
             self._scheduler.add(job)
-            log.info(
-                "event=prefill_started request_id=%s tokens=%d",
-                *(request.request_id, job.num_prompt_tokens),
-            )
+            job.begin(self.info.node_id, request.traceparent)
 
         self._loop.call(add).add_done_callback(lambda added: pass_failure(added, result))
         return result
@@ -159,23 +153,8 @@ class PrefillNode:
             else:
                 self.metrics.transfer_seconds.observe(transfer.seconds)
                 self._count(transfer.pools)
-                self._trace(transfer)
-
-    def _trace(self, transfer: Transfer) -> None:
-        job = self._scheduler.find(transfer.grant_id)
-        if job is not None and job.span is not NO_SPAN:
-            self._span(
-                "transfer",
-                job.span.traceparent,
-                job.request.request_id,
-                seconds_ago=transfer.seconds,
-                bytes=sum(sent.bytes for sent in transfer.pools.values()),
-                descriptors=sum(sent.descriptors for sent in transfer.pools.values()),
-            ).end()
-
-    def _span(self, name: str, parent: str, request_id: str, **more: float) -> Span:
-        node = self.info.node_id
-        return begin_span(name, parent, request_id=request_id, node=node, **more)
+                if (job := self._scheduler.find(transfer.grant_id)) is not None:
+                    job.trace(transfer)
 
     def _count(self, pools: Mapping[str, PoolTraffic]) -> None:
         for pool, sent in pools.items():
@@ -189,17 +168,7 @@ class PrefillNode:
             if not self._sender.in_flight(job.grant.grant_id):
                 self._scheduler.remove(job)
                 self._sender.close_grant(job.grant.grant_id)
-                self._log_end(job)
                 job.settle()
-
-    @staticmethod
-    def _log_end(job: Job) -> None:
-        if job.error is None:  # a failure has its line already
-            log.info(
-                "event=%s request_id=%s cached_tokens=%d",
-                "prefill_aborted" if job.aborts or job.outcome is None else "prefilled",
-                *(job.request.request_id, job.num_cached_tokens),
-            )
 
     def _step(self, chunks: Sequence[Chunk]) -> None:
         """Compute the chunks, then post what each of them finished."""
