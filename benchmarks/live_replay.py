@@ -49,7 +49,7 @@ def vocabulary_tokens(trace: Trace, prompt: Prompt, vocab_size: int) -> list[int
 
 
 def live_hits(trace: Trace, client: httpx.Client, model: str, vocab_size: int) -> Hits:
-    """Blocks and tokens that the deployment says it had cached. Raises for a failed request."""
+    """Blocks and tokens that the deployment says it had cached; ends with its message if one fails."""
     num_blocks = num_tokens = 0
     salt = uuid.uuid4().hex  # nothing that earlier runs left is found
     for prompt in tqdm(trace.prompts, desc="live", unit="request", disable=None):
@@ -63,7 +63,8 @@ def live_hits(trace: Trace, client: httpx.Client, model: str, vocab_size: int) -
                 "cache_salt": salt,
             },
         )
-        answer.raise_for_status()
+        if answer.is_error:
+            raise SystemExit(f"{client.base_url}: {answer.status_code}: {answer.text}")
         cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
         num_blocks += cached // trace.block_tokens
         num_tokens += cached

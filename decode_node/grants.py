@@ -11,11 +11,15 @@ prefill says that nothing is in flight, or when no lease it could have seen is s
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 from sluice.engine.batch import Chunk
 from sluice.engine.protocol import PageGrant
 from sluice.engine.request import Request
+from sluice.engine.tracing import NO_SPAN, Span, begin_span
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -28,6 +32,30 @@ class Stream:
     router_id: str
     deadline: float  # monotonic seconds; for a pending grant the end of its lease
     running: bool = False
+    traceparent: str = ""
+    span: Span = NO_SPAN  # from the arrival of all pages on
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    def start(self) -> None:
+        """All pages have landed: the request may run."""
+        self.running = True
+        request_id, node_id = self.request_id, self.grant.node_id
+        self.span = begin_span("decode", self.traceparent, request_id=request_id, node=node_id)
+        log.info("event=decode_started request_id=%s", request_id)
+
+    def fail(self, error: str) -> None:
+        """Note what ends the request early; `end` still has to come."""
+        self.span.fail(error)
+        log.warning("event=decode_failed request_id=%s error=%s", self.request_id, error)
+
+    def end(self) -> None:
+        """Note that the request has no place here any more."""
+        num_tokens = self.request.num_output_tokens
+        self.span.end(output_tokens=num_tokens)
+        log.info("event=released request_id=%s output_tokens=%d", self.request_id, num_tokens)
 
     def next_chunk(self) -> Chunk:
         """The single token to compute next: the newest one, whose row is in no pool yet."""

@@ -134,6 +134,9 @@ class DecodeNode:
             )
         except NoRoom as error:
             raise Refused(f"{self.info.node_id}: {error}; try again or another node") from error
+        if manager.prefix_cache:
+            kept = [spec for spec in manager.specs if spec.table.keeps_all]
+            self.metrics.count_lookup(kept, num_tokens, history.num_tokens)
         grant = PageGrant(
             grant_id=grant_id,
             epoch=next(self._epochs),
@@ -146,8 +149,21 @@ class DecodeNode:
             skip_tokens=history.num_tokens,
         )
         deadline = time.monotonic() + self._grants.lease_s
-        self._grants.add(Stream(state, grant, request.cache_salt, router_id, deadline))
+        self._grants.add(
+            Stream(
+                state,
+                grant,
+                request.cache_salt,
+                router_id,
+                deadline,
+                traceparent=request.traceparent,
+            )
+        )
         self._receiver.expect(grant)
+        log.info(
+            "event=reserved request_id=%s grant_id=%s tokens=%d skip_tokens=%d",
+            *(request.request_id, grant_id, num_tokens, history.num_tokens),
+        )
         return grant
 
     def _pages_to_write(
@@ -172,6 +188,7 @@ class DecodeNode:
         else:
             self._grants.remove(grant_id)
             self._free(grant_id)
+        stream.end()
 
     def _free(self, grant_id: str) -> None:
         self._receiver.forget(grant_id)
@@ -198,9 +215,10 @@ class DecodeNode:
         for grant_id in self._grants.take_held(now):
             self._free(grant_id)
 
-    def _void(self, stream: Stream, reason: str) -> None:
-        self._send(stream, error=reason)
-        self.metrics.failed_requests.labels("lease").inc()
+    def _void(self, stream: Stream, error: str, *, reason: str = "lease") -> None:
+        self._send(stream, error=error)
+        stream.fail(error)
+        self.metrics.failed_requests.labels(reason).inc()
         self._release(stream.grant.grant_id, in_flight=True)
 
     def _take_arrivals(self) -> None:
@@ -217,12 +235,12 @@ class DecodeNode:
     def _take_arrival(self, stream: Stream, arrival: Arrival) -> None:
         stream.deadline = time.monotonic() + self._grants.lease_s
         if arrival.error is not None:
-            self._void(stream, arrival.error)
+            self._void(stream, arrival.error, reason="TransferFailed")
         elif arrival.first_token is not None:
             stream.request.num_computed_tokens = stream.grant.num_tokens
             self._keep_history(stream)
             stream.request.append(arrival.first_token)
-            stream.running = True
+            stream.start()
 
     def _step(self, streams: Sequence[Stream]) -> None:
         """One more token for every running request."""
@@ -232,6 +250,7 @@ class DecodeNode:
             logits = self.runner.step(chunks)
         except Exception as error:
             log.exception("event=step_failed node=%s", self.info.node_id)
+            self.metrics.failed_requests.labels("NodeError").inc(len(streams))
             for stream in streams:
                 self._end(stream, error=f"decode step failed: {error}")
             return
@@ -266,6 +285,7 @@ class DecodeNode:
 
     def _emit(self, stream: Stream, choice: Choice) -> None:
         if choice.error is not None:
+            self.metrics.failed_requests.labels("NodeError").inc()
             self._end(stream, error=f"the grammar failed: {choice.error}")
             return
         request, token = stream.request, choice.token_id
@@ -281,6 +301,8 @@ class DecodeNode:
     def _end(self, stream: Stream, token_ids: tuple[int, ...] = (), **outcome: Any) -> None:
         """Send the last chunk, keep the history for later requests, give the pages back."""
         self._send(stream, token_ids, **outcome)
+        if "error" in outcome:
+            stream.fail(outcome["error"])
         self._keep_history(stream)
         self._release(stream.grant.grant_id, in_flight=False)
 
@@ -290,7 +312,7 @@ class DecodeNode:
         manager.cache_history(request.grant_id, keys, request.num_computed_tokens)
 
     def _send(self, stream: Stream, token_ids: tuple[int, ...] = (), **outcome: Any) -> None:
-        chunk = TokenChunk(stream.grant.request_id, token_ids, **outcome)
+        chunk = TokenChunk(stream.request_id, token_ids, **outcome)
         self._outbox.put(stream.router_id, chunk)
 
     def _status(self, router_id: str) -> NodeStatus:
@@ -302,6 +324,7 @@ class DecodeNode:
             ("held", self._grants.num_held),
         ):
             self.metrics.grants.labels(state).set(count)
+        self.metrics.show_dropped(self._receiver.dropped)
         return NodeStatus(
             node_id=self.info.node_id,
             running=running,

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 import ray
 
 from sluice.deploy.logs import log_to_stderr
+from sluice.engine import tracing
 from sluice.engine.config import SluiceConfig
 from sluice.engine.protocol import (
     GenerateRequest,
@@ -76,6 +77,7 @@ class NodeActor(ABC):
     @only_our_errors
     async def start(self) -> NodeInfo:
         """Load the model and start the node. Raises ConfigError."""
+        tracing.export_to(self._config.router.otlp_endpoint, self._node_id)
         self._face = await asyncio.to_thread(self._load)
         self._face.node.start()
         self._running = True
@@ -99,6 +101,7 @@ class NodeActor(ABC):
         if self._running:
             self._running = False
             await asyncio.to_thread(self._face.node.stop)
+            await asyncio.to_thread(tracing.stop)
         self._stopped.set()
 
     @property

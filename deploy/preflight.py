@@ -12,6 +12,7 @@ import socket
 from pathlib import Path
 
 from sluice.cache.spec import PoolSpec
+from sluice.engine import tracing
 from sluice.engine.config import RoleConfig, SluiceConfig
 from sluice.engine.protocol import ConfigError
 
@@ -28,6 +29,8 @@ def check(config: SluiceConfig) -> None:
     check_role("decode", config.decode)
     check_transfer(config)
     check_api_keys("router", config.router.api_keys_file)
+    if (endpoint := config.router.otlp_endpoint) is not None:
+        tracing.make_exporter(endpoint)
     if (canary := config.router.canary) is not None:
         check_api_keys("router.canary", canary.api_keys_file)
     if config.ray.address is None:  # on a cluster the router may run on another host

@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 import ray
 
 from sluice.deploy.logs import log_to_stderr
+from sluice.engine import tracing
 from sluice.engine.config import SluiceConfig
 from sluice.engine.protocol import Cluster, DecodeClient, PrefillClient
 from sluice.router.server import RunningServer, serve
@@ -32,6 +33,7 @@ class RouterActor:
     async def start(self) -> str:
         """Serve; returns the URL under which this host is reached. Raises ConfigError."""
         router = self._config.router
+        tracing.export_to(router.otlp_endpoint, "router")
         self._service = RouterService(self._config, self._cluster)
         self._server = await serve(self._service, router.host, router.port)
         if router.host in ANY_ADDRESS:
@@ -56,6 +58,7 @@ class RouterActor:
     async def stop(self) -> None:
         """Refuse new requests, let running ones finish within the router's limit, end."""
         await self._server.stop()
+        await asyncio.to_thread(tracing.stop)
         self._stopped.set()
 
     async def has_torch(self) -> bool:

@@ -79,6 +79,12 @@ class RoleConfig(Section):
         return self
 
 
+def _url(text: str) -> str:
+    if not text.startswith(("http://", "https://")):
+        raise ValueError("expected a URL such as http://127.0.0.1:8001")
+    return text
+
+
 class CanaryConfig(Section):
     """A second deployment, with a router of its own, that a share of the requests is tried on."""
 
@@ -102,9 +108,7 @@ class CanaryConfig(Section):
     @field_validator("url")
     @classmethod
     def _is_url(cls, url: str) -> str:
-        if not url.startswith(("http://", "https://")):
-            raise ValueError("expected a URL such as http://127.0.0.1:8001")
-        return url
+        return _url(url)
 
 
 class RouterConfig(Section):
@@ -115,7 +119,13 @@ class RouterConfig(Section):
     max_queue: int = Field(1024, ge=0)  # requests that may wait
     request_timeout_s: float = Field(600.0, gt=0)  # from arrival to last token
     api_keys_file: Path | None = None  # one key a line
+    otlp_endpoint: str | None = None  # collector of traces of router and nodes (OTLP over HTTP)
     canary: CanaryConfig | None = None  # another deployment to compare with, or to try out
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _is_url(cls, endpoint: str | None) -> str | None:
+        return endpoint if endpoint is None else _url(endpoint)
 
 
 class TransferConfig(Section):

@@ -68,8 +68,11 @@ class Matcher:
 
     @property
     def error(self) -> str | None:
-        """Why the grammar cannot go on, if it cannot: no further token may be trusted."""
-        return self._matcher.get_error() if self._matcher.is_error() else None
+        """Why the grammar cannot go on, if it cannot: no further token may be trusted.
+
+        One word: llguidance's own message quotes schema and output, which no log may hold.
+        """
+        return str(self._matcher.stop_reason()) if self._matcher.is_error() else None
 
     @property
     def complete(self) -> bool:

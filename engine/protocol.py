@@ -157,6 +157,7 @@ class GenerateRequest:
     sampling: SamplingParams
     emitted_token_ids: tuple[int, ...] = ()
     cache_salt: str = ""  # requests with different salts never share cached rows
+    traceparent: str = ""  # the router's span, under which nodes put theirs
 
     @property
     def token_ids(self) -> tuple[int, ...]:

@@ -106,6 +106,7 @@ class PrefillNode:
         def add() -> None:
             self._sender.open(grant)
             self._scheduler.add(job)
+            job.begin(self.info.node_id, request.traceparent)
 
         self._loop.call(add).add_done_callback(lambda added: pass_failure(added, result))
         return result
@@ -152,6 +153,8 @@ class PrefillNode:
             else:
                 self.metrics.transfer_seconds.observe(transfer.seconds)
                 self._count(transfer.pools)
+                if (job := self._scheduler.find(transfer.grant_id)) is not None:
+                    job.trace(transfer)
 
     def _count(self, pools: Mapping[str, PoolTraffic]) -> None:
         for pool, sent in pools.items():
@@ -191,10 +194,17 @@ class PrefillNode:
         job = self._scheduler.find(request.grant_id)
         assert job is not None, "a computed chunk belongs to a job"
         request.num_computed_tokens = chunk.end
+        if chunk.start == job.num_cached_tokens:
+            self._count_lookup(job)
         first_token = self._first_token(job, logits) if job.computed else None
         if job.error is None and (job.outcome is None or job.outcome.finish_reason is None):
             self._post(job, chunk, first_token)
         self._scheduler.settle(job)
+
+    def _count_lookup(self, job: Job) -> None:
+        manager = self.runner.manager
+        if manager.prefix_cache:
+            self.metrics.count_lookup(manager.specs, job.num_prompt_tokens, job.num_cached_tokens)
 
     def _first_token(self, job: Job, logits: torch.Tensor) -> int | None:
         """Sample it into the job's outcome; None if that failed, which ends the job."""

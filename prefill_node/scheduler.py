@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -14,6 +15,10 @@ from sluice.engine.batch import Chunk
 from sluice.engine.protocol import NodeError, PageGrant, PrefillResult
 from sluice.engine.request import Request
 from sluice.engine.runner import Runner
+from sluice.engine.tracing import NO_SPAN, Span, begin_span
+from sluice.transfer.outgoing import Transfer
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -33,6 +38,8 @@ class Job:
     num_cached_tokens: int = 0
     likely_resumes: frozenset[int] = frozenset()  # lengths from which later prompts may go on
     aborts: list[Future[None]] = field(default_factory=list)
+    node_id: str = ""
+    span: Span = NO_SPAN
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -49,6 +56,7 @@ class Job:
 
     def settle(self) -> None:
         """Tell everyone who waits for this job."""
+        self._note_end()
         if self.error is not None:
             self.result.set_exception(self.error)
         elif self.aborts or self.outcome is None:
@@ -57,6 +65,39 @@ class Job:
             self.result.set_result(self.outcome)
         for abort in self.aborts:
             abort.set_result(None)
+
+    def begin(self, node_id: str, traceparent: str) -> None:
+        """The node has the job: log it and begin its span, which `settle` ends."""
+        self.node_id = node_id
+        self.span = self._span("prefill", traceparent)
+        tokens = self.num_prompt_tokens
+        log.info("event=prefill_started request_id=%s tokens=%d", self.request.request_id, tokens)
+
+    def trace(self, transfer: Transfer) -> None:
+        """Record a transfer that has just completed."""
+        if self.span is not NO_SPAN:
+            self._span(
+                "transfer",
+                self.span.traceparent,
+                seconds_ago=transfer.seconds,
+                bytes=sum(sent.bytes for sent in transfer.pools.values()),
+                descriptors=sum(sent.descriptors for sent in transfer.pools.values()),
+            ).end()
+
+    def _note_end(self) -> None:
+        if self.error is not None:  # it has its line already
+            self.span.fail(str(self.error))
+        else:
+            log.info(
+                "event=%s request_id=%s cached_tokens=%d",
+                "prefill_aborted" if self.outcome is None else "prefilled",
+                *(self.request.request_id, self.num_cached_tokens),
+            )
+        self.span.end(cached_tokens=self.num_cached_tokens)
+
+    def _span(self, name: str, parent: str, **more: float) -> Span:
+        request_id = self.request.request_id
+        return begin_span(name, parent, request_id=request_id, node=self.node_id, **more)
 
 
 class PrefillScheduler:

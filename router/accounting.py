@@ -35,6 +35,7 @@ class RequestRecord:
         if self._first_at is None:
             self._first_token(now)
         self._metrics.generation_tokens.inc(delta.num_tokens - self._num_tokens)
+        self._metrics.recent.add_tokens(delta.num_tokens - self._num_tokens)
         self._num_tokens = delta.num_tokens
         if delta.finish_reason is not None:
             self._finish(now, delta.finish_reason.value)
@@ -49,6 +50,7 @@ class RequestRecord:
     def _first_token(self, now: float) -> None:
         self._first_at = now
         self._metrics.first_token_s.observe(now - self._arrived)
+        self._metrics.recent.add_first_token(now - self._arrived)
         self._metrics.prompt_tokens.inc(self._num_prompt_tokens)
         self._log("first_token", waited_s=now - self._arrived)
 
@@ -57,7 +59,9 @@ class RequestRecord:
         self._metrics.successes.labels(reason).inc()
         self._metrics.request_s.observe(now - self._arrived)
         if self._first_at is not None and self._num_tokens > 1:
-            self._metrics.per_token_s.observe((now - self._first_at) / (self._num_tokens - 1))
+            per_token_s = (now - self._first_at) / (self._num_tokens - 1)
+            self._metrics.per_token_s.observe(per_token_s)
+            self._metrics.recent.add_per_token(per_token_s)
         self._log("finished", reason=reason, tokens=self._num_tokens, took_s=now - self._arrived)
 
     def _log(self, event: str, level: int = logging.INFO, **fields: object) -> None:
@@ -80,5 +84,5 @@ def recorded(
         record.fail("cancelled", "the client left")
         raise
     except Exception as error:
-        record.fail("internal_error", repr(error))
+        record.fail("internal_error", type(error).__name__)  # its words may hold the answer's text
         raise

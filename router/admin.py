@@ -43,24 +43,24 @@ def admin_routes(service: RouterService) -> APIRouter:
 
     @routes.get("/admin/status")
     async def status() -> dict[str, Any]:
-        return await _status(service)
+        return await cluster_status(service)
 
     @routes.post("/admin/scale")
     async def scale(request: Request) -> dict[str, Any]:
         schema = parse(ScaleRequest, await read_body(request))
         await service.cluster.scale(Role(schema.role), schema.replicas)
-        return await _status(service)
+        return await cluster_status(service)
 
     @routes.post("/admin/drain")
     async def drain(request: Request) -> dict[str, Any]:
         schema = parse(DrainRequest, await read_body(request))
         await service.cluster.drain(schema.node)
-        return await _status(service)
+        return await cluster_status(service)
 
     return routes
 
 
-async def _status(service: RouterService) -> dict[str, Any]:
+async def cluster_status(service: RouterService) -> dict[str, Any]:
     """The cluster's nodes with the numbers the router has of them."""
     await service.refresh()
     state = await service.cluster.state()

@@ -17,6 +17,7 @@ from sluice.router.completions import completion_routes
 from sluice.router.errors import response_of, response_of_status
 from sluice.router.middleware import Border
 from sluice.router.service import RouterService
+from sluice.router.status_page import page_routes
 from sluice.router.streaming import CLIENT_CLOSED_REQUEST, ClientGone
 
 
@@ -25,6 +26,7 @@ def create_app(service: RouterService) -> FastAPI:
     app = FastAPI(title="Sluice", openapi_url=None, redirect_slashes=False)
     app.include_router(completion_routes(service))
     app.include_router(admin_routes(service))
+    app.include_router(page_routes(service))
     if service.canary is not None:
         app.add_middleware(CanaryBorder, service=service, canary=service.canary)
     app.add_middleware(Border, api_keys=service.api_keys)

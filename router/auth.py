@@ -8,7 +8,8 @@ from pathlib import Path
 from sluice.engine.protocol import ConfigError
 from sluice.router.errors import Unauthorized
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})  # probes and scrapers have no key
+# Probes and scrapers have no key; the status page at / asks for one itself.
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/"})
 
 
 def read_api_keys(path: Path | None, setting: str = "router.api_keys_file") -> tuple[bytes, ...]:
@@ -30,13 +31,16 @@ def read_api_keys(path: Path | None, setting: str = "router.api_keys_file") -> t
 
 def check_api_key(keys: tuple[bytes, ...], path: str, authorization: bytes) -> None:
     """Raises Unauthorized unless the path is open or the header carries a known key."""
-    if not keys or path in OPEN_PATHS:
-        return
-    scheme, _, given = authorization.partition(b" ")
-    # Every key is compared, so that the time taken says nothing about which one is close.
-    known = [hmac.compare_digest(given.strip(), key) for key in keys]
-    if scheme.lower() != b"bearer" or not any(known):
+    if path not in OPEN_PATHS and not knows_key(keys, authorization):
         raise Unauthorized(
             "missing or unknown API key; send it as `Authorization: Bearer KEY` "
             "with a key from the server's api_keys_file"
         )
+
+
+def knows_key(keys: tuple[bytes, ...], authorization: bytes) -> bool:
+    """Whether the header carries one of the keys; without keys everybody is known."""
+    scheme, _, given = authorization.partition(b" ")
+    # Every key is compared, so that the time taken says nothing about which one is close.
+    known = [hmac.compare_digest(given.strip(), key) for key in keys]
+    return not keys or (scheme.lower() == b"bearer" and any(known))

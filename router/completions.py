@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
@@ -132,6 +132,8 @@ async def _respond(
         request_id=request_id,
         arrived=asked.arrived,
     )
+    traceparent = request.headers.get("traceparent", "")
+    jobs = [replace(job, traceparent=traceparent) for job in jobs]
     answer = Answer(
         asked.kind,
         request_id,

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from sluice.router.nodes import RoutedNode
+from sluice.router.recent import Recent
 
 FIRST_TOKEN_BUCKETS_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5),
@@ -40,6 +41,7 @@ class RouterMetrics:
         self._nodes = nodes
         self._num_waiting = num_waiting
         self._num_running = num_running
+        self.recent = Recent()
         self._registry = registry = CollectorRegistry()
         self.first_token_s = Histogram(
             "sluice:time_to_first_token_seconds",

@@ -14,7 +14,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sluice.engine.config import SluiceConfig
 from sluice.engine.protocol import (
@@ -26,6 +26,7 @@ from sluice.engine.protocol import (
     Unavailable,
     UnknownModel,
 )
+from sluice.engine.tracing import Span, begin_span
 from sluice.router.accounting import recorded
 from sluice.router.auth import read_api_keys
 from sluice.router.background import Background
@@ -40,6 +41,7 @@ from sluice.router.registry import Nodes
 from sluice.router.reservation import CALL_LIMIT_S
 from sluice.router.text import Delta, OutputText
 from sluice.router.token_text import TokenTexts
+from sluice.router.troubles import Troubles
 
 STATUS_LIMIT_S = 1.0  # how long /metrics and /admin/status wait for fresh numbers
 STOP_LIMIT_S = 30.0
@@ -47,11 +49,25 @@ STOP_LIMIT_S = 30.0
 
 @dataclass(frozen=True)
 class Job:
-    """A request with what only the router knows of it. `arrived`: time.monotonic()."""
+    """A request with what only the router knows of it.
+
+    arrived: time.monotonic(). traceparent: the client's own, as it came.
+    """
 
     request: GenerateRequest
     stop: tuple[str, ...]
     arrived: float
+    traceparent: str = ""
+
+    def span(self) -> Span:
+        """The root of what we do for the request."""
+        return begin_span(
+            "request",
+            self.traceparent,
+            seconds_ago=time.monotonic() - self.arrived,
+            request_id=self.request.request_id,
+            prompt_tokens=len(self.request.prompt_token_ids),
+        )
 
 
 class RouterService:
@@ -87,6 +103,7 @@ class RouterService:
         self.metrics = RouterMetrics(
             lambda: self.nodes, lambda: len(self.queue), lambda: self._num_active
         )
+        self.troubles = Troubles()
         self.canary = self._make_canary()
         self._dispatcher = Dispatcher(
             self.queue,
@@ -104,9 +121,15 @@ class RouterService:
         """Whether a request that came now could be answered."""
         return self._accepting and not self._missing_roles()
 
+    @property
+    def num_running(self) -> int:
+        """Requests not yet answered, those in the queue included."""
+        return self._num_active
+
     async def start(self) -> None:
         """Take requests from now on."""
         self._accepting = True
+        self.troubles.listen()
 
     async def stop(self, limit_s: float = STOP_LIMIT_S) -> None:
         """Take nothing new, let what runs finish for `limit_s`, end the rest with an error."""
@@ -120,6 +143,7 @@ class RouterService:
         if self.canary is not None:
             await self.canary.close(CALL_LIMIT_S)
         await self._background.drain(2 * CALL_LIMIT_S)
+        self.troubles.close()
 
     def set_nodes(
         self,
@@ -186,7 +210,9 @@ class RouterService:
         with (
             self.counted(),
             recorded(self.metrics, request.request_id, num_prompt_tokens, job.arrived) as record,
+            job.span() as span,
         ):
+            request = replace(request, traceparent=span.traceparent)
             async with contextlib.aclosing(self.generate(request, deadline)) as stream:
                 async for tokens in stream:
                     delta = text.take(tokens)

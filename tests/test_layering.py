@@ -12,7 +12,11 @@ ALL = {
     "benchmarks", "cache", "decode_node", "deploy", "engine", "kernels", "model", "prefill_node",
     "router", "transfer",
 }  # fmt: skip
-WORDS = {"engine.protocol", "engine.config"}  # what the parts say to each other, torch-free
+WORDS = {
+    "engine.protocol",
+    "engine.config",
+    "engine.tracing",
+}  # what the parts say to each other, torch-free
 NODE = {"engine", "transfer", "model", "cache"}
 ALLOWED = {
     "kernels": set(),
@@ -26,7 +30,13 @@ ALLOWED = {
     "deploy": ALL,
     "benchmarks": ALL,
 }
-TORCH_FREE = ("cache/spec.py", "engine/protocol.py", "engine/config.py", "router")
+TORCH_FREE = (
+    "cache/spec.py",
+    "engine/protocol.py",
+    "engine/config.py",
+    "engine/tracing.py",
+    "router",
+)
 
 
 def imports_of(path):

@@ -39,6 +39,14 @@ class BrokenTransport(LocalTransport):
         return super().post(peer, runs, notification)
 
 
+class DamagingTransport(LocalTransport):
+    """Delivers notifications without the bytes, each after one that is no notification."""
+
+    def post(self, peer, runs, notification):
+        super().post(peer, {}, b"garbage")
+        return super().post(peer, {}, notification)
+
+
 class ModelThatTrips:
     """Raises when a batch holds the token 511."""
 
@@ -168,3 +176,25 @@ def test_a_silent_router_loses_its_requests(hasty_config, start_local, make_requ
     _, error = pair.finish(grant)
     assert "without a sign of its router" in error
     eventually(lambda: pair.used_pages() == 0)
+
+
+def test_damaged_transfers_and_dropped_notifications_show_in_the_metrics(
+    tiny_checkpoint, config_of, start_local, make_request
+):
+    config = config_of(tiny_checkpoint, transfer={"checksum": "full"})
+    pair = start_local(config, send_through=DamagingTransport)
+    request = make_request(20, vocab_size=511)
+    grant = pair.reserve(request)
+    pair.prefill.run(request, grant).result(10)
+    _, error = pair.finish(grant)
+    assert "checksum" in error
+    found = {
+        (name, labels["reason"]): value
+        for family in pair.statuses()[1].metrics
+        for name, labels, value in family.samples
+        if name.endswith("_total") and "reason" in labels
+    }
+    assert found == {
+        ("sluice:notifications_dropped_total", "malformed"): 1,
+        ("sluice:node_request_failures_total", "TransferFailed"): 1,
+    }
