@@ -49,7 +49,7 @@ def vocabulary_tokens(trace: Trace, prompt: Prompt, vocab_size: int) -> list[int
 
 
 def live_hits(trace: Trace, client: httpx.Client, model: str, vocab_size: int) -> Hits:
-    """Blocks and tokens that the deployment says it had cached; ends with its message if one fails."""
+    """Blocks and tokens that the deployment says it had; a failed request ends it all."""
     num_blocks = num_tokens = 0
     salt = uuid.uuid4().hex  # nothing that earlier runs left is found
     for prompt in tqdm(trace.prompts, desc="live", unit="request", disable=None):
