@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sluice.kernels.formats import gather_packed, simulate, unpack, write_packed
+from sluice.cache.spec import PoolSpec
+from sluice.kernels.formats import gather_packed, pack, simulate, unpack, write_packed
 from sluice.kernels.hadamard import rotate_channels
 from sluice.kernels.rows import write_rows
 from sluice.model.inputs import ForwardInputs, PoolView
@@ -55,6 +56,18 @@ def matched(queries: Tensor, pool: PoolView) -> Tensor:
     if form is None or not form.rotated:
         return queries
     return simulate(rotate_channels(queries), form)
+
+
+def convert_rows(rows: Tensor, source: PoolSpec, target: PoolSpec) -> Tensor:
+    """Rows of a pool as another role stores them: [..., *row] of the target's numbers.
+
+    rows: [..., *row] of the source's. Both specs are of one pool, in two of its dtypes.
+    """
+    here, there = source.format, target.format
+    vectors = rows if here is None else unpack(rows, here, torch.float32)
+    if (here is not None and here.rotated) != (there is not None and there.rotated):
+        vectors = rotate_channels(vectors)  # its own inverse
+    return vectors.to(getattr(torch, target.dtype)) if there is None else pack(vectors, there)
 
 
 def _slots_among(pages: Tensor, slots: Tensor, rows: Tensor) -> Tensor:

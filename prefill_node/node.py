@@ -38,6 +38,7 @@ from sluice.engine.protocol import (
     TransferFailed,
 )
 from sluice.engine.runner import Runner
+from sluice.model.pool_rows import convert_rows
 from sluice.prefill_node.scheduler import Job, PrefillScheduler
 from sluice.transfer.plan import PoolTraffic
 from sluice.transfer.sender import Sender
@@ -57,7 +58,13 @@ class PrefillNode:
     ) -> None:
         self.runner = runner
         self.metrics = NodeMetrics()
-        self._sender = Sender(transport, runner.pools, checksum=config.transfer.checksum)
+        self._sender = Sender(
+            transport,
+            runner.pools,
+            checksum=config.transfer.checksum,
+            staging_bytes=config.transfer.staging_bytes,
+            convert=convert_rows,
+        )
         self._scheduler = PrefillScheduler(
             runner,
             max_batch_tokens=config.prefill.max_batch_tokens,
@@ -165,6 +172,8 @@ class PrefillNode:
     def _let_go(self) -> None:
         """Release ended jobs of which nothing is in flight, and answer whoever waits."""
         for job in self._scheduler.ended():
+            if job.outcome is None:
+                self._sender.cancel(job.grant.grant_id)
             if not self._sender.in_flight(job.grant.grant_id):
                 self._scheduler.remove(job)
                 self._sender.close_grant(job.grant.grant_id)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import xxhash
 
 from sluice.cache.pools import Pool
 from sluice.engine.protocol import PageRun
+from sluice.transfer.rows import rows_of
+
+ChecksumMode = Literal["off", "sample", "full"]
+SAMPLED_ROWS = 32
 
 
-def rows_of(pool: Pool, run: PageRun, rows: range) -> torch.Tensor:
-    """A copy of `rows` as [num_rows, num_layers, *row_shape], the order of no page layout.
-
-    The rows must lie in the run's pages.
-    """
-    index = torch.arange(rows.start, rows.stop)
-    pages = torch.tensor(run.pages)[index // pool.spec.rows_per_page - run.first]
-    return pool.tensor[pages, :, index % pool.spec.rows_per_page]
+def checked_rows(rows: range, mode: ChecksumMode) -> range:
+    """The rows that are hashed: all, or about `SAMPLED_ROWS` at equal distances with both ends."""
+    if mode != "sample" or len(rows) <= SAMPLED_ROWS:
+        return rows
+    step = (len(rows) - 1) // (SAMPLED_ROWS - 1)
+    return range(rows.start + (len(rows) - 1) % step, rows.stop, step)
 
 
 def checksum(pool: Pool, run: PageRun, rows: range) -> str:

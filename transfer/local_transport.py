@@ -9,13 +9,13 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from sluice.cache.pools import Pool
 from sluice.engine.protocol import IncompatiblePeers, TransferFailed
-from sluice.transfer.plan import ByteRuns
+from sluice.transfer.plan import Write
 from sluice.transfer.transport import Handle
 
 _PREFIX = b"local:"
@@ -41,6 +41,10 @@ class LocalTransport:
             name: pool.tensor.view(-1).view(torch.uint8) for name, pool in pools.items()
         }
 
+    def stage(self, name: str, memory: torch.Tensor) -> None:
+        assert name not in self._memory, f"memory {name!r} is registered already"
+        self._memory[name] = memory
+
     def address(self) -> bytes:
         return _PREFIX + self.name.encode()
 
@@ -57,12 +61,12 @@ class LocalTransport:
     def disconnect(self, peer: str) -> None:
         self._peers.discard(peer)
 
-    def post(self, peer: str, runs: Mapping[str, ByteRuns], notification: bytes) -> Handle:
+    def post(self, peer: str, writes: Sequence[Write], notification: bytes) -> Handle:
         target = _find(peer) if peer in self._peers else None
         if target is None:
             raise TransferFailed(f"peer {peer} is not connected or gone; connect it again")
-        for pool, pool_runs in runs.items():
-            _copy(pool, self._memory[pool], target._memory[pool], pool_runs)
+        for write in writes:
+            _copy(write, self._memory[write.source], target._memory[write.target])
         target._inbox.put((self.name, notification))
         return next(self._handles)
 
@@ -89,13 +93,15 @@ def _find(name: str) -> LocalTransport | None:
         return _agents.get(name)
 
 
-def _copy(pool: str, source: torch.Tensor, target: torch.Tensor, runs: ByteRuns) -> None:
-    """Copy runs between two pools' bytes, uint8 [source bytes] and [target bytes]."""
+def _copy(write: Write, source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy runs between two memories' bytes, uint8 [source bytes] and [target bytes]."""
+    runs = write.runs
     offsets = (runs.source_offset.tolist(), runs.target_offset.tolist(), runs.num_bytes.tolist())
     for here, there, size in zip(*offsets, strict=True):
         if here + size > len(source) or there + size > len(target):
             raise TransferFailed(
-                f"pool {pool}: a run of {size} bytes from {here} to {there} leaves the pools of "
-                f"{len(source)} and {len(target)} bytes; the grant lists pages that do not exist"
+                f"pool {write.target}: a run of {size} bytes from {here} to {there} leaves "
+                f"memories of {len(source)} and {len(target)} bytes; the grant lists pages that do "
+                "not exist"
             )
         target[there : there + size] = source[here : here + size]

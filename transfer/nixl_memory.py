@@ -6,7 +6,7 @@ import base64
 import binascii
 import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from sluice.engine.protocol import IncompatiblePeers, TransferFailed
-from sluice.transfer.plan import ByteRuns, Integers
+from sluice.transfer.plan import Integers, Write
 
 Descriptors = npt.NDArray[np.uint64]  # [num_runs, 3]: address, bytes, device
 
@@ -58,19 +58,20 @@ class Batch:
 
 
 def batches(
-    runs: Mapping[str, ByteRuns], source: Mapping[str, Region], target: Mapping[str, Region]
+    writes: Sequence[Write], source: Mapping[str, Region], target: Mapping[str, Region]
 ) -> list[Batch]:
-    """The runs of all pools as few lists of descriptors as their memory kinds allow: mostly one.
+    """All runs as few lists of descriptors as their memory kinds allow: mostly one.
 
     Raises TransferFailed if a run leaves its pool.
     """
     pairs = defaultdict(list)
-    for pool, pool_runs in runs.items():
-        if len(pool_runs):
-            here, there, size = source[pool], target[pool], pool_runs.num_bytes
+    for write in writes:
+        runs = write.runs
+        if len(runs):
+            here, there, size = source[write.source], target[write.target], runs.num_bytes
             pair = (
-                here.descriptors(pool_runs.source_offset, size),
-                there.descriptors(pool_runs.target_offset, size),
+                here.descriptors(runs.source_offset, size),
+                there.descriptors(runs.target_offset, size),
             )
             pairs[here.kind, there.kind].append(pair)
     return [

@@ -20,7 +20,8 @@ class Notification:
 
     chunk: counts from 0 without gaps; `last` marks the final one, which alone carries the first
     output token. rows: for each pool the absolute rows that were written; pools without are left
-    out. checksums: for each pool in `rows` the digest of them, or empty.
+    out. checksums: for each pool in `rows` the digest of them, or empty; of a sample of them if
+    `sampled`.
     """
 
     grant_id: str
@@ -29,6 +30,7 @@ class Notification:
     last: bool
     rows: Mapping[str, range]
     first_token: int | None = None
+    sampled: bool = False
     checksums: Mapping[str, str] = field(default_factory=dict)
 
     def encode(self) -> bytes:
@@ -40,6 +42,7 @@ class Notification:
             "last": self.last,
             "rows": {pool: [rows.start, rows.stop] for pool, rows in self.rows.items()},
             "token": self.first_token,
+            "sampled": self.sampled,
             "sums": dict(self.checksums),
         }
         return json.dumps(fields, separators=(",", ":")).encode()
@@ -59,6 +62,7 @@ class Notification:
                 last=_typed(fields["last"], bool),
                 rows={_typed(pool, str): _rows(ends) for pool, ends in fields["rows"].items()},
                 first_token=None if token is None else _typed(token, int),
+                sampled=_typed(fields["sampled"], bool),
                 checksums={pool: _typed(hexed, str) for pool, hexed in fields["sums"].items()},
             )
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -1,12 +1,19 @@
-"""Outgoing: one grant while its pages are being written."""
+"""Outgoing: one grant while its pages are being written.
+
+queue ──next part──► in flight ──► over          a chunk is one part, or several where rows go
+  │ failure                                      through staging memory and it has not room for
+  ▼                                              all of them at once
+dropped
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from sluice.cache.spec import PoolSpec
-from sluice.engine.protocol import PageGrant, TransferFailed
+from sluice.cache.spec import PoolSpec, TableSpec
+from sluice.engine.protocol import PageGrant, PageRun, TransferFailed
 from sluice.transfer.peers import Peer
 from sluice.transfer.plan import (
     ByteRuns,
@@ -15,6 +22,7 @@ from sluice.transfer.plan import (
     touched_pages,
     traffic_of,
 )
+from sluice.transfer.staging import Slot
 from sluice.transfer.transport import Handle, Transport
 
 
@@ -32,20 +40,33 @@ class Transfer:
 
 
 @dataclass(frozen=True)
+class Chunk:
+    """Rows of pools that wait to be posted, and the pages they lie in.
+
+    first_token: goes with the last part of the last chunk.
+    """
+
+    rows: Mapping[str, range]
+    pages: Mapping[TableSpec, PageRun]
+    first_token: int | None
+
+
+@dataclass(frozen=True)
 class Post:
-    """One chunk's write. `posted_at` is in seconds of the sender's clock."""
+    """One part's write. posted_at: in seconds of the sender's clock. slot: what it reads."""
 
     handle: Handle
     peer: Peer
     posted_at: float
     pools: Mapping[str, PoolTraffic]
+    slot: Slot | None = None
 
 
 class Outgoing:
-    """What is posted for a grant, in flight for it, and until when anything may be.
+    """What waits to be posted for a grant, is in flight for it, and until when anything may be.
 
-    `error` is the first failure and final. `sent_tokens`: all rows that are complete at this
-    length have been posted.
+    `error` is the first failure and final: what waits is dropped then. `sent_tokens`: all rows that
+    are complete at this length have been queued.
     """
 
     def __init__(self, grant: PageGrant, opened_at: float) -> None:
@@ -53,6 +74,7 @@ class Outgoing:
         self.deadline = opened_at + grant.lease_s
         self.sent_tokens = 0
         self.num_posts = 0
+        self.queue: deque[Chunk] = deque()
         self.in_flight: list[Post] = []
         self.error: TransferFailed | None = None
         self._reported = False
@@ -74,6 +96,12 @@ class Outgoing:
 
     def fail(self, error: TransferFailed) -> None:
         self.error = self.error or error
+        self.queue.clear()
+
+    @property
+    def busy(self) -> bool:
+        """Whether its source pages are still to be read, or its target pages to be written."""
+        return bool(self.queue or self.in_flight)
 
     def rows(self, spec: PoolSpec, end: int) -> range:
         """Rows of a pool to post once `end` tokens are computed."""
@@ -96,37 +124,42 @@ class Outgoing:
         self._last_page[target.name] = pages[-1]
         return traffic_of(runs, len(pages) - again)
 
-    def settle(self, transport: Transport, now: float) -> Iterator[Transfer]:
-        """Posts that are over, then the grant's failure if it has not been reported yet."""
-        still = []
+    def settle(self, transport: Transport, now: float) -> tuple[list[Post], list[Transfer]]:
+        """Posts that are over, completed or failed, and what became of those that completed."""
+        over, transfers = [], []
         for post in self.in_flight:
             try:
-                if transport.poll(post.handle):
-                    # Decode heard of it no earlier than it was posted: its lease ends later.
-                    self.deadline = max(self.deadline, post.posted_at + self.grant.lease_s)
-                    yield Transfer(self.grant.grant_id, now - post.posted_at, post.pools)
-                else:
-                    still.append(post)
+                if not transport.poll(post.handle):
+                    continue
+                # Decode heard of it no earlier than it was posted: its lease ends later.
+                self.deadline = max(self.deadline, post.posted_at + self.grant.lease_s)
+                transfers.append(Transfer(self.grant.grant_id, now - post.posted_at, post.pools))
             except TransferFailed as error:
                 post.peer.broken = True
                 self.fail(error)
-        self.in_flight = still
-        if self.error is None and still and now >= self.deadline:
+            over.append(post)
+        self.in_flight = [post for post in self.in_flight if post not in over]
+        if self.error is None and self.in_flight and now >= self.deadline:
             self.fail(
                 TransferFailed(
                     f"grant {self.grant.grant_id}: a write to {self.grant.node_id} has not ended "
                     f"within the lease of {self.grant.lease_s} s; is the node frozen?"
                 )
             )
+        return over, transfers
+
+    def news_of_failure(self) -> Iterator[Transfer]:
+        """The grant's failure, if it has not been reported yet."""
         if self.error is not None and not self._reported:
             self._reported = True
             yield Transfer(self.grant.grant_id, error=self.error)
 
-    def give_up(self, transport: Transport, reason: str) -> None:
-        """Abandon what is in flight; the failure is reported by the next `settle`."""
-        for post in self.in_flight:
+    def give_up(self, transport: Transport, reason: str) -> list[Post]:
+        """Abandon what is in flight, and return it; the failure is reported by the next poll."""
+        given_up, self.in_flight = self.in_flight, []
+        for post in given_up:
             transport.abandon(post.handle)
-        self.in_flight = []
         self.fail(
             TransferFailed(f"grant {self.grant.grant_id}: {reason}; prefill it for another node")
         )
+        return given_up

@@ -13,10 +13,14 @@ from sluice.transfer.transport import Transport
 
 @dataclass
 class Peer:
-    """A connected node. `broken` once a write to it failed: it is reloaded before the next."""
+    """A connected node. `broken` once a write to it failed: it is reloaded before the next.
+
+    packed: names of the pools whose rows must take its layout before they are written.
+    """
 
     info: NodeInfo
     transport_id: str
+    packed: frozenset[str] = frozenset()
     broken: bool = False
 
     @cached_property
@@ -57,13 +61,13 @@ class Peers:
         known = self._peers.get(info.node_id)
         return known is None or known.broken or known.info.incarnation != info.incarnation
 
-    def connect(self, info: NodeInfo) -> None:
+    def connect(self, info: NodeInfo, *, packed: frozenset[str] = frozenset()) -> None:
         """Load the peer in place of what was known under its id. Raises IncompatiblePeers.
 
         Nothing may be in flight to the old one.
         """
         self.disconnect(info.node_id)
-        self._peers[info.node_id] = Peer(info, self._transport.connect(info.agent))
+        self._peers[info.node_id] = Peer(info, self._transport.connect(info.agent), packed)
 
     def disconnect(self, node_id: str) -> None:
         peer = self._peers.pop(node_id, None)

@@ -24,8 +24,8 @@ from sluice.engine.protocol import IncompatiblePeers, PageRun, TransferFailed
 
 Integers = npt.NDArray[np.int64]
 
-# What two roles may choose differently: the rest of a spec is the meaning of a row.
-MUST_AGREE = ("layers", "row_shape", "dtype", "tokens_per_row", "retention")
+# The meaning of a row. The rest, and a dtype among the model's `choices`, is up to a role.
+MUST_AGREE = ("layers", "row_shape", "tokens_per_row", "retention", "choices")
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,15 @@ class ByteRuns:
 
 
 @dataclass(frozen=True)
+class Write:
+    """Runs from registered memory here, by its name, into a pool of the peer."""
+
+    source: str
+    target: str
+    runs: ByteRuns
+
+
+@dataclass(frozen=True)
 class PoolTraffic:
     """What moved of one pool: pages of the target touched for the first time, bytes, runs."""
 
@@ -59,7 +68,8 @@ class PoolTraffic:
 def check_mapping(source: Sequence[PoolSpec], target: Sequence[PoolSpec]) -> None:
     """Raise IncompatiblePeers unless every pool of one side has its like on the other.
 
-    Pools are paired by name, in any order. Page sizes and devices may differ.
+    Pools are paired by name, in any order. Page sizes, devices, and dtypes that the model converts
+    into each other may differ.
     """
     sources, targets = _by_name(source, "source"), _by_name(target, "target")
     for name in sources.keys() ^ targets.keys():
@@ -75,8 +85,20 @@ def check_mapping(source: Sequence[PoolSpec], target: Sequence[PoolSpec]) -> Non
             if here != there:
                 raise IncompatiblePeers(
                     f"pool {name}: {field} is {here} at the source and {there} at the target, "
-                    "expected equal; start both nodes with the same model and the same pool dtypes"
+                    "expected equal; start both nodes with the same model"
                 )
+        _check_dtype(ours, targets[name])
+
+
+def _check_dtype(source: PoolSpec, target: PoolSpec) -> None:
+    try:
+        source.stored_as(target.dtype)
+    except ValueError as error:
+        raise IncompatiblePeers(
+            f"pool {source.name}: dtype is {source.dtype} at the source and {target.dtype} at the "
+            f"target, and nothing converts one into the other ({error}); choose the same dtype on "
+            "both roles"
+        ) from error
 
 
 def rows_to_receive(spec: PoolSpec, num_tokens: int, skip_tokens: int = 0) -> range:
@@ -111,14 +133,16 @@ def byte_runs(
 ) -> ByteRuns:
     """The fewest contiguous copies that move `rows` of all layers from one pool to the other.
 
-    The specs must have passed `check_mapping`. Raises TransferFailed if a row lies in a page that
-    a run does not list: nothing outside the listed pages is ever read or written.
+    The specs must have passed `check_mapping` and have the same dtype. Raises TransferFailed if a
+    row lies in a page that a run does not list: nothing outside of those is ever read or written.
     """
-    edges = _page_borders(rows, (source.rows_per_page, target.rows_per_page))
+    check_held(source, source_run, rows, "source")
+    check_held(target, target_run, rows, "target")
+    edges = page_borders(rows, (source.rows_per_page, target.rows_per_page))
     starts, num_rows = edges[:-1], np.diff(edges)
     return _merged(
-        source_offset=_offsets(source, source_run, starts, "source").ravel(),
-        target_offset=_offsets(target, target_run, starts, "target").ravel(),
+        source_offset=_offsets(source, source_run, starts).ravel(),
+        target_offset=_offsets(target, target_run, starts).ravel(),
         num_bytes=np.repeat(num_rows * source.row_bytes, len(source.layers)),
     )
 
@@ -145,7 +169,7 @@ def _by_name(specs: Sequence[PoolSpec], side: str) -> Mapping[str, PoolSpec]:
     return by_name
 
 
-def _page_borders(rows: range, page_sizes: Sequence[int]) -> Integers:
+def page_borders(rows: range, page_sizes: Sequence[int]) -> Integers:
     """`rows.start`, every page border inside `rows`, and `rows.stop`; int64, ascending."""
     if not rows:
         return np.zeros(1, dtype=np.int64)
@@ -153,21 +177,26 @@ def _page_borders(rows: range, page_sizes: Sequence[int]) -> Integers:
     return np.unique(np.concatenate([[rows.start, rows.stop], *inner])).astype(np.int64)
 
 
-def _offsets(spec: PoolSpec, run: PageRun, rows: Integers, side: str) -> Integers:
-    """Byte offset of each row in each layer, [num_rows, num_layers]."""
-    index = rows // spec.rows_per_page - run.first
-    pages = np.asarray(run.pages, dtype=np.int64)
-    if len(index) and (index.min() < 0 or index.max() >= len(pages)):
+def check_held(spec: PoolSpec, run: PageRun, rows: range, side: str) -> None:
+    """Raise TransferFailed unless all rows lie in pages that the run lists."""
+    needed = touched_pages(spec, rows)
+    if needed and (needed.start < run.first or needed.stop > run.first + len(run.pages)):
         raise TransferFailed(
-            f"pool {spec.name}: rows {rows.min()} to {rows.max()} are outside the {side}'s logical "
-            f"pages [{run.first}, {run.first + len(pages)}); the {side} holds too few pages"
+            f"pool {spec.name}: rows {rows.start} to {rows.stop - 1} are outside the {side}'s "
+            f"logical pages [{run.first}, {run.first + len(run.pages)}); the {side} holds too few "
+            "pages"
         )
-    physical = pages[index]
-    if (physical <= NULL_PAGE).any():
+    physical = run.pages[needed.start - run.first : needed.stop - run.first] if needed else ()
+    if physical and min(physical) <= NULL_PAGE:
         raise TransferFailed(
-            f"pool {spec.name}: the {side} lists page {physical.min()}, expected pages above "
+            f"pool {spec.name}: the {side} lists page {min(physical)}, expected pages above "
             f"{NULL_PAGE}, the null page, which no request holds"
         )
+
+
+def _offsets(spec: PoolSpec, run: PageRun, rows: Integers) -> Integers:
+    """Byte offset of each row in each layer, [num_rows, num_layers]."""
+    physical = np.asarray(run.pages, dtype=np.int64)[rows // spec.rows_per_page - run.first]
     first_layer = physical * spec.page_bytes + rows % spec.rows_per_page * spec.row_bytes
     layers = np.arange(len(spec.layers), dtype=np.int64) * spec.rows_per_page * spec.row_bytes
     return first_layer[:, None] + layers

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from sluice.cache.pools import Pool
 from sluice.engine.protocol import PageGrant
-from sluice.transfer.checksum import checksum
+from sluice.transfer.checksum import checked_rows, checksum
 from sluice.transfer.incoming import Incoming, bytes_of
 from sluice.transfer.notification import Malformed, Notification
 from sluice.transfer.plan import rows_to_receive, touched_pages
@@ -126,10 +126,11 @@ class Receiver:
             if name not in note.rows:
                 return f"pool {name}: a checksum came without rows"
             pool = self._pools[name]
-            found = checksum(pool, grant.pages[pool.spec.table], note.rows[name])
+            rows = checked_rows(note.rows[name], "sample" if note.sampled else "full")
+            found = checksum(pool, grant.pages[pool.spec.table], rows)
             if found != expected:
                 return (
-                    f"pool {name}: checksum of {note.rows[name]} is {found} here, was {expected} "
+                    f"pool {name}: checksum of {rows} is {found} here, was {expected} "
                     "at the sender; the bytes were damaged on the way"
                 )
         return None

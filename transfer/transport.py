@@ -10,12 +10,15 @@ A transport belongs to one thread, the node's loop: no method but the constructo
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from sluice.cache.pools import Pool
 from sluice.engine.protocol import ConfigError
-from sluice.transfer.plan import ByteRuns
+from sluice.transfer.plan import Write
+
+if TYPE_CHECKING:
+    import torch
 
 Handle = int  # names a posted transfer at the transport that returned it
 
@@ -41,10 +44,14 @@ class Transport(Protocol):
         """Forget a peer; unknown ids are ignored. Abandon what is in flight to it first."""
         ...
 
-    def post(self, peer: str, runs: Mapping[str, ByteRuns], notification: bytes) -> Handle:
-        """Start writing runs of pools, by name; the notification arrives after all bytes have.
+    def stage(self, name: str, memory: torch.Tensor) -> None:
+        """Make more memory (uint8) readable for `post`, under a name that no pool has."""
+        ...
 
-        Does not wait. Source pages must stay as they are until `poll` says so. Raises
+    def post(self, peer: str, writes: Sequence[Write], notification: bytes) -> Handle:
+        """Start writing; the notification arrives after all bytes have.
+
+        Does not wait. Source memory must stay as it is until `poll` says so. Raises
         TransferFailed at once if it cannot start; then nothing is in flight.
         """
         ...

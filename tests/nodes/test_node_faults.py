@@ -32,19 +32,19 @@ class BrokenTransport(LocalTransport):
 
     good = 0
 
-    def post(self, peer, runs, notification):
+    def post(self, peer, writes, notification):
         if self.good <= 0:
             raise TransferFailed("the cable is cut")
         self.good -= 1
-        return super().post(peer, runs, notification)
+        return super().post(peer, writes, notification)
 
 
 class DamagingTransport(LocalTransport):
     """Delivers notifications without the bytes, each after one that is no notification."""
 
-    def post(self, peer, runs, notification):
-        super().post(peer, {}, b"garbage")
-        return super().post(peer, {}, notification)
+    def post(self, peer, writes, notification):
+        super().post(peer, [], b"garbage")
+        return super().post(peer, [], notification)
 
 
 class ModelThatTrips:
@@ -55,6 +55,7 @@ class ModelThatTrips:
         self.specs, self.fingerprint = model.specs, model.fingerprint
         self.max_model_len, self.vocab_size = model.max_model_len, model.vocab_size
         self.eos_token_ids = model.eos_token_ids
+        self.replay_tokens = model.replay_tokens
 
     def forward(self, inputs, pools, *, all_logits=False):
         if (inputs.token_ids == 511).any():

@@ -31,10 +31,15 @@ SPECS = (
 class Side:
     """One node's pools, filled with random bytes, and its transport."""
 
-    def __init__(self, role, specs, transport, seed, node_id=None, **options):
+    def __init__(self, role, specs, transport, seed, node_id=None, max_tokens=None, **options):
+        """max_tokens: just enough pages for one request of so many; else NUM_PAGES of each."""
+        self.num_pages = {
+            table: NUM_PAGES if max_tokens is None else 1 + table.page_end(max_tokens)
+            for table in tables_of(specs)
+        }
         self.specs, self.transport = specs, transport
         self.rng = np.random.default_rng(seed)
-        self.pools = allocate_pools(specs, dict.fromkeys(tables_of(specs), NUM_PAGES))
+        self.pools = allocate_pools(specs, self.num_pages)
         for pool in self.pools.values():
             flat = pool.tensor.view(-1).view(torch.uint8)
             flat.copy_(torch.from_numpy(self.rng.integers(0, 120, len(flat), dtype=np.uint8)))
@@ -51,7 +56,7 @@ class Side:
             max_model_len=1000,
             max_running_requests=4,
             max_batch_tokens=64,
-            num_pages=dict.fromkeys(tables_of(specs), NUM_PAGES),
+            num_pages=self.num_pages,
             agent=transport.address(),
         )
 
@@ -60,7 +65,7 @@ class Side:
         runs = {}
         for table in tables_of(self.specs):
             held = table.pages(start, num_tokens)
-            physical = 1 + self.rng.choice(NUM_PAGES, len(held), replace=False)
+            physical = 1 + self.rng.choice(self.num_pages[table], len(held), replace=False)
             runs[table] = PageRun(held.start, tuple(physical.tolist()))
         return runs
 

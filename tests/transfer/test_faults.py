@@ -27,11 +27,11 @@ class FailingTransport(LocalTransport):
 
     fails = True
 
-    def post(self, peer, runs, notification):
+    def post(self, peer, writes, notification):
         if self.fails:
             self.fails = False
             raise TransferFailed("the wire is cut")
-        return super().post(peer, runs, notification)
+        return super().post(peer, writes, notification)
 
 
 class Clock:

@@ -23,7 +23,7 @@ from sluice.engine.protocol import (
     TransferFailed,
 )
 from sluice.transfer.nixl_memory import Batch, Region, batches
-from sluice.transfer.plan import ByteRuns, rows_to_receive
+from sluice.transfer.plan import ByteRuns, Write, rows_to_receive
 
 nixl_transport = pytest.importorskip("sluice.transfer.nixl_transport")
 NUM_PAGES = 40
@@ -200,7 +200,7 @@ def test_runs_outside_a_peers_pools_are_refused_before_anything_moves(toy, sourc
 def test_a_post_without_runs_still_notifies(toy, source):
     target = toy.local(Role.DECODE, seed=2, kind=over_nixl)
     source.end.connect(source.info, target.info)
-    handle = source.transport.post(target.transport.name, {}, b"hello")
+    handle = source.transport.post(target.transport.name, [], b"hello")
     arrived, deadline, over = [], time.monotonic() + 10, False
     while not (over and arrived) and time.monotonic() < deadline:
         over = over or source.transport.poll(handle)
@@ -236,7 +236,7 @@ def test_a_descriptor_list_has_one_kind_of_memory():
     runs = ByteRuns(*(np.array(column) for column in ([0, 8], [8, 0], [4, 4])))
     here = {name: Region(100, 16, kind, 0) for name, kind in (("a", "VRAM"), ("b", "DRAM"))}
     there = {name: Region(500, 16, "DRAM", 0) for name in here}
-    found = batches({"a": runs, "b": runs}, here, there)
+    found = batches([Write(name, name, runs) for name in here], here, there)
     assert [(batch.source_kind, batch.target_kind) for batch in found] == [
         ("VRAM", "DRAM"),
         ("DRAM", "DRAM"),

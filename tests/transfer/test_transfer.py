@@ -54,6 +54,7 @@ def test_random_chunkings_with_rows_already_there(toy):
         before = target.bytes()
         target.end.expect(grant)
         runs = toy.deliver(source, grant, cuts)
+        source.end.poll()
         assert len(complete(target.end.poll())) == 1
         check_bytes(source, runs, target, grant, before)
 
@@ -148,8 +149,8 @@ class LosingTransport(LocalTransport):
 
     lost = ""
 
-    def post(self, peer, runs, notification):
-        kept = {name: pool_runs for name, pool_runs in runs.items() if name != self.lost}
+    def post(self, peer, writes, notification):
+        kept = [write for write in writes if write.target != self.lost]
         return super().post(peer, kept, notification)
 
 
@@ -176,8 +177,8 @@ def test_checksums_agree_across_layouts(toy):
 class PartialTransport(LocalTransport):
     """Tells decode of fewer rows than it should: the notification lacks a pool."""
 
-    def post(self, peer, runs, notification):
-        return super().post(peer, runs, notification.replace(b'"state":[', b'"history":['))
+    def post(self, peer, writes, notification):
+        return super().post(peer, writes, notification.replace(b'"state":[', b'"history":['))
 
 
 def test_an_uncounted_pool_fails_the_grant(toy):
