@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sluice.cache.allocator import Allocator
+from sluice.cache.journal import Journal
 from sluice.cache.keys import Key, PrefixKeys
 from sluice.cache.spec import TableSpec
 
@@ -78,6 +79,7 @@ class PrefixTree:
         self._resumes: OrderedDict[TailKey, Resume] = OrderedDict()
         self._spares: OrderedDict[TailKey, Resume] = OrderedDict()
         self._tails: defaultdict[Key, set[TailKey]] = defaultdict(set)  # by their last unit
+        self.journal = Journal()  # of the units' keys
 
     def __len__(self) -> int:
         return len(self._units)
@@ -218,6 +220,7 @@ class PrefixTree:
         if parent is not None:
             parent.num_children += 1
         unit = self._units[key] = Unit(key, parent, own)
+        self.journal.add(key)
         return unit
 
     def _cut(self, table: TableSpec, depth: int, pages: Sequence[int]) -> Sequence[int]:
@@ -253,6 +256,7 @@ class PrefixTree:
         for tail_key in list(self._tails.get(unit.key, ())):
             self._drop_resume(tail_key)
         del self._units[unit.key]
+        self.journal.remove(unit.key)
         if unit.parent is not None:
             unit.parent.num_children -= 1
         for table, pages in unit.pages.items():

@@ -107,11 +107,14 @@ class CanaryConfig(Section):
         return url
 
 
+PolicyName = Literal["round_robin", "least_loaded", "power_of_two", "cache_aware"]
+
+
 class RouterConfig(Section):
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535)  # 0: any free port
-    prefill_policy: Literal["round_robin", "least_loaded"] = "least_loaded"
-    decode_policy: Literal["round_robin", "least_loaded"] = "least_loaded"
+    prefill_policy: PolicyName = "cache_aware"
+    decode_policy: PolicyName = "cache_aware"
     max_queue: int = Field(1024, ge=0)  # requests that may wait
     request_timeout_s: float = Field(600.0, gt=0)  # from arrival to last token
     api_keys_file: Path | None = None  # one key a line

@@ -124,7 +124,8 @@ class PrefillNode:
         self._loop.call(mark).add_done_callback(lambda marked: pass_failure(marked, settled))
         return settled
 
-    def status(self) -> Future[NodeStatus]:
+    def status(self, cache_version: int = 0) -> Future[NodeStatus]:
+        """Gauges, and what is cached since that version of a report."""
         return self._loop.call(
             lambda: NodeStatus(
                 node_id=self.info.node_id,
@@ -132,6 +133,7 @@ class PrefillNode:
                 waiting=self._scheduler.num_waiting,
                 pools=self.runner.manager.usage(),
                 metrics=self.metrics.families(),
+                cached=self.runner.manager.report(cache_version),
             )
         )
 

@@ -41,7 +41,12 @@ def make_jobs(
     ]
     return [
         Job(
-            GenerateRequest(_part_id(request_id, index, len(requests)), tuple(prompt), sampling),
+            GenerateRequest(
+                _part_id(request_id, index, len(requests)),
+                tuple(prompt),
+                sampling,
+                priority=schema.priority,
+            ),
             tuple(schema.stop),
             arrived,
         )

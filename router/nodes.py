@@ -18,6 +18,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
+from sluice.cache.spec import unit_tokens
 from sluice.engine.protocol import (
     DecodeClient,
     GenerateRequest,
@@ -30,8 +31,10 @@ from sluice.engine.protocol import (
     TokenChunk,
 )
 from sluice.router.background import Background
+from sluice.router.cached import CachedPrefixes
 from sluice.router.events import log_event
 from sluice.router.ledger import Ledger
+from sluice.router.prompt import Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +68,7 @@ class RoutedNode(Generic[Client]):
             max_outstanding_tokens=self._max_outstanding_tokens(),
             on_return=on_change,
         )
+        self.cached = CachedPrefixes(self.info.fingerprint, unit_tokens(self.info.specs))
         self._router_id = router_id
         self._lease_s = lease_s
         self._background = background
@@ -103,6 +107,18 @@ class RoutedNode(Generic[Client]):
         refusing = asyncio.get_running_loop().time() < self._refused_until
         return self.ready and not refusing and self.ledger.has_room(self.promised_tokens(request))
 
+    def take(self, prompt: Prompt) -> None:
+        """Promise the request its pages; its prefix counts as cached from now on."""
+        request, num_tokens = prompt.request, self.promised_tokens(prompt.request)
+        work_tokens = max(1, num_tokens - self.cached.num_tokens(prompt))
+        self.ledger.take(request.request_id, num_tokens, work_tokens)
+        self.cached.expect(request.request_id, prompt)
+
+    def give_back(self, request_id: str) -> None:
+        """The request has left the node. Twice is harmless."""
+        self.cached.end(request_id)
+        self.ledger.give_back(request_id)
+
     def pause_after_refusal(self) -> None:
         """Leave the node alone for a moment, then look at the queue again."""
         loop = asyncio.get_running_loop()
@@ -128,9 +144,16 @@ class RoutedNode(Generic[Client]):
         """Ask for the node's gauges now; the last known ones stay if it takes too long."""
         try:
             async with asyncio.timeout(limit_s):
-                self.status = await self.call(self.client.status(self._router_id))
+                self._note(await self.call(self._ask()))
         except (NodeError, TimeoutError) as error:
             log_event(logger, "no_status", node=self.node_id, reason=error, level=logging.DEBUG)
+
+    def _ask(self) -> Coroutine[Any, Any, NodeStatus]:
+        return self.client.status(self._router_id, self.cached.version)
+
+    def _note(self, status: NodeStatus) -> None:
+        self.status = status
+        self.cached.take(status.cached)
 
     def lose(self, reason: str, *, level: int = logging.WARNING) -> None:
         """Treat the node as gone: whoever waits for it gets NodeLost."""
@@ -157,7 +180,7 @@ class RoutedNode(Generic[Client]):
         while True:
             try:
                 async with asyncio.timeout(self._lease_s):
-                    self.status = await self.client.status(self._router_id)
+                    self._note(await self._ask())
             except TimeoutError:
                 self.lose(f"no answer for {self._lease_s:g} s")
             except NodeError as error:

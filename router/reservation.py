@@ -29,8 +29,7 @@ from sluice.engine.protocol import (
 )
 from sluice.router.background import Background
 from sluice.router.events import log_event
-from sluice.router.policy import Pair
-from sluice.router.queue import Ticket
+from sluice.router.queue import Pair, Ticket
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +41,7 @@ class Reservation:
     """See the module. `request.request_id` is unique to the attempt."""
 
     def __init__(self, pair: Pair, request: GenerateRequest, router_id: str) -> None:
-        self._prefill, self._decode = pair
+        self._prefill, self._decode = pair.prefill, pair.decode
         self._request = request
         self._router_id = router_id
         self._granting: asyncio.Task[PageGrant] | None = None
@@ -66,7 +65,7 @@ class Reservation:
         )
         if result.finish_reason is None:  # all pages have landed; earlier ends leave them behind
             self._may_be_in_flight = False
-            self._prefill.ledger.give_back(self._request.request_id)
+            self._prefill.give_back(self._request.request_id)
         return result
 
     async def stream(self) -> AsyncIterator[TokenChunk]:
@@ -83,13 +82,13 @@ class Reservation:
         try:
             grant = await self._grant_if_any()
             in_flight = self._may_be_in_flight and not await self._stop_prefill()
-            self._prefill.ledger.give_back(request_id)
+            self._prefill.give_back(request_id)
             if grant is not None:
                 await self._release(grant, in_flight)
         finally:
             self._decode.close_inbox(request_id)
-            self._prefill.ledger.give_back(request_id)
-            self._decode.ledger.give_back(request_id)
+            self._prefill.give_back(request_id)
+            self._decode.give_back(request_id)
 
     async def _grant_if_any(self) -> PageGrant | None:
         if self._granting is None:
@@ -147,7 +146,7 @@ async def hold(
     except Preempted:
         raise
     except NodeError:
-        ticket.avoid = {node.node_id for node in pair}
+        ticket.avoid = {pair.prefill.node_id, pair.decode.node_id}
         raise
     finally:
         returning = background.spawn(reservation.give_back())

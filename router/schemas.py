@@ -12,6 +12,7 @@ from sluice.router.v4_text import TASKS
 
 MAX_CHOICES = 128  # answers to one HTTP request, over all its prompts
 MAX_TOP_LOGPROBS = 20
+MAX_PRIORITY = 1000
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max", "ultra"]
 
@@ -123,6 +124,7 @@ class GenerationSchema(Schema):
     repetition_penalty: float = Field(1.0, gt=0, le=2)
     logit_bias: LogitBias = {}
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)  # in the queue the lower goes first
     stop: Stop = []
     stop_token_ids: list[int] = []
     ignore_eos: bool = False

@@ -5,7 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+from sluice.cache.spec import unit_tokens
 from sluice.engine.protocol import ConfigError, GenerateRequest, Refused, SamplingParams
+from sluice.router.cached import CachedPrefixes
+from sluice.router.prompt import Prompt
 
 PAGE, WINDOW = 32, 8  # of the tiny checkpoint: Full pools' page, sliding window
 CACHED = {"prefix_cache": True, "resume_every_tokens": 32}
@@ -194,3 +197,16 @@ def try_reserve(pair, wanted):
         return pair.reserve(wanted)
     except Refused:
         return None
+
+
+def test_both_nodes_tell_which_prefixes_they_have_in_keys_that_the_router_computes(
+    config, start_local
+):
+    pair, rng = start_local(config), random.Random(5)
+    asked = request(random_tokens(rng, 3 * PAGE + 5), max_tokens=2, salt="tenant")
+    pair.generate(asked)
+    for info, status in zip((pair.prefill.info, pair.decode.info), pair.statuses(), strict=True):
+        cached = CachedPrefixes(info.fingerprint, unit_tokens(info.specs))
+        cached.take(status.cached)
+        assert cached.num_tokens(Prompt(asked)) == 3 * PAGE
+        assert cached.num_tokens(Prompt(replace(asked, cache_salt="other"))) == 0
