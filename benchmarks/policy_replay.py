@@ -202,7 +202,13 @@ class Replay:
     def _arrive(self, number: int, prompt: TracePrompt) -> None:
         name = f"r{number}"
         tokens = tuple(self.trace.token_ids(prompt))
-        self._waiting.append(Prompt(GenerateRequest(name, tokens, SamplingParams(max_tokens=1))))
+        request = GenerateRequest(name, tokens, SamplingParams(max_tokens=1))
+        if not any(node.could_hold(request) for node in self.nodes):
+            raise ValueError(
+                f"a prompt has {len(tokens)} tokens, expected at most "
+                f"{self.nodes[0].ledger.max_tokens}, which a node has pages for; give more --memory"
+            )
+        self._waiting.append(Prompt(request))
         self._arrived_s[name] = self._now_s
 
     def _end_steps(self) -> None:
@@ -218,8 +224,7 @@ class Replay:
         """As the router's queue does it."""
         turn = Turn(self._policy, self.nodes, [Ample()])
         for prompt in list(self._waiting):
-            pair = turn.pick(prompt)
-            if pair is not None:
+            if pair := turn.pick(prompt):
                 self._waiting.remove(prompt)
                 pair[0].send(prompt)
             elif turn.over:
