@@ -77,6 +77,7 @@ class Node:
         self.ledger = Ledger(info, max_outstanding_tokens=2 * STEP_TOKENS, on_return=lambda: None)
         self.cached = CachedPrefixes("", unit_tokens(SPECS))
         self.last_picked = 0
+        self.trusted = True
         self.step_ends_s: float | None = None
         self.jobs: dict[str, Job] = {}
         self._tokens_per_s = tokens_per_s
@@ -145,6 +146,7 @@ class Ample:
 
     node_id = "decode"
     last_picked = 0
+    trusted = True
     ledger: Ledger
     cached: CachedPrefixes
 

@@ -80,7 +80,6 @@ class Dispatcher:
                 async with contextlib.aclosing(self._attempt(attempt, ticket)) as stream:
                     async for tokens in stream:
                         emitted.extend(tokens.token_ids)
-                        ticket.patient = True
                         yield tokens
                         if tokens.finish_reason is not None:
                             return

@@ -28,6 +28,11 @@ class Candidate(Protocol):
     @property
     def node_id(self) -> str: ...
 
+    @property
+    def trusted(self) -> bool:
+        """Whether requests that went there came to an end, or it is time to see if they do."""
+        ...
+
     def could_hold(self, request: GenerateRequest) -> bool:
         """Whether the request fits at all, were it alone here."""
         ...
@@ -141,7 +146,7 @@ class Turn(Generic[P, D]):
         self, rule: Rule, nodes: Sequence[N], prompt: Prompt, avoid: Collection[str]
     ) -> N | None:
         able = [node for node in nodes if node.could_hold(prompt.request)]
-        able = [node for node in able if node.node_id not in avoid] or able
+        able = [n for n in able if n.trusted and n.node_id not in avoid] or able
         if not rule.waits:
             able = [node for node in able if node.can_start(prompt.request)]
         if rule.sample is not None and len(able) > rule.sample:

@@ -36,13 +36,12 @@ class Pair(NamedTuple):
 class Ticket:
     """A request's place among those that wait, kept over its attempts: (priority, arrival).
 
+    returning: an attempt has failed, so it may wait for a node to come back.
     avoid: ids of the nodes on which the last attempt failed.
-    patient: the client has part of the answer already, so it may wait for a node to come back.
     """
 
     place: tuple[int, int]
     returning: bool = False
-    patient: bool = False
     avoid: set[str] = field(default_factory=set)
 
 
@@ -57,7 +56,8 @@ class _Waiter:
 class WaitingQueue:
     """Matches waiting requests with pairs. `wake` it after every change of credit or nodes.
 
-    max_waiting: newcomers beyond this are refused. patience_s: see Ticket.patient.
+    max_waiting: newcomers beyond this are refused. patience_s: how long a request whose attempt
+    failed waits while there is no node; a lost one is mostly back with its next heartbeat.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class WaitingQueue:
         if self._closed is not None:
             raise self._closed
         loop = asyncio.get_running_loop()
-        until = loop.time() + self._patience_s if ticket.patient else None
+        until = loop.time() + self._patience_s if ticket.returning else None
         waiter = _Waiter(Prompt(request), ticket, until, loop.create_future())
         bisect.insort(self._waiting, waiter, key=lambda other: other.ticket.place)
         if until is not None:

@@ -26,6 +26,7 @@ from sluice.engine.protocol import (
     Refused,
     SluiceError,
     TokenChunk,
+    TransferFailed,
 )
 from sluice.router.background import Background
 from sluice.router.events import log_event
@@ -54,15 +55,21 @@ class Reservation:
         self._granting = asyncio.create_task(
             self._decode.call(self._decode.client.reserve(self._request, self._router_id))
         )
-        await asyncio.shield(self._granting)
+        with self._decode.judged():
+            await asyncio.shield(self._granting)
 
     async def prefill(self) -> PrefillResult:
         """Compute the prompt and move its pages. Raises TransferFailed or NodeLost."""
         assert self._granting is not None, "prefill before reserve"
         self._may_be_in_flight = True
-        result = await self._prefill.call(
-            self._prefill.client.run(self._request, self._granting.result())
-        )
+        with self._prefill.judged():
+            try:
+                result = await self._prefill.call(
+                    self._prefill.client.run(self._request, self._granting.result())
+                )
+            except TransferFailed as error:
+                self._decode.fail(error)  # either end may be the broken one
+                raise
         if result.finish_reason is None:  # all pages have landed; earlier ends leave them behind
             self._may_be_in_flight = False
             self._prefill.give_back(self._request.request_id)
@@ -71,10 +78,11 @@ class Reservation:
     async def stream(self) -> AsyncIterator[TokenChunk]:
         """Decode's tokens. Raises NodeError."""
         num_tokens = len(self._request.token_ids) + 1  # the first came from prefill
-        async for chunk in self._decode.stream(self._request.request_id):
-            num_tokens += len(chunk.token_ids)
-            self._decode.ledger.grow(self._request.request_id, num_tokens)
-            yield chunk
+        with self._decode.judged():
+            async for chunk in self._decode.stream(self._request.request_id):
+                num_tokens += len(chunk.token_ids)
+                self._decode.ledger.grow(self._request.request_id, num_tokens)
+                yield chunk
 
     async def give_back(self) -> None:
         """End the request on both nodes, then return the credit."""
