@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import subprocess
 
 import httpx
 import openai
 import pytest
 
-from sluice.engine.protocol import ConfigError
+from sluice.deploy.http_client import RouterClient
+from sluice.engine.protocol import ConfigError, Unavailable
 from sluice.router.server import bind, serve
 
 
@@ -114,3 +116,32 @@ async def test_binding_to_the_network_without_keys_warns(world, caplog):
     server = await serve(world.service, "0.0.0.0", 0)
     await server.stop(limit_s=0)
     assert "api_keys_file" in caplog.text
+
+
+@pytest.fixture
+def certificate(tmp_path):
+    """Files of a self-signed certificate and its key."""
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+    command += ["-nodes", "-subj", "/CN=router.test", "-keyout", str(key), "-out", str(cert)]
+    subprocess.run(command, check=True, capture_output=True)
+    return cert, key
+
+
+async def test_https_is_served_to_those_who_trust_the_certificate(make_world, certificate):
+    cert, key = certificate
+    world = await make_world(router={"tls_cert_file": str(cert), "tls_key_file": str(key)})
+    server = await serve(world.service, "127.0.0.1", 0)
+    assert server.url.startswith("https://")
+    with RouterClient(server.url, certificate=cert) as router:
+        assert await asyncio.to_thread(router.model) == "tiny"
+    with RouterClient(server.url) as stranger, pytest.raises(Unavailable):
+        await asyncio.to_thread(stranger.model)
+    await server.stop(limit_s=0)
+
+
+async def test_a_certificate_that_cannot_be_used_is_a_config_error(make_world, certificate):
+    cert, _ = certificate
+    world = await make_world(router={"tls_cert_file": str(cert), "tls_key_file": str(cert)})
+    with pytest.raises(ConfigError, match="tls_key_file"):
+        await serve(world.service, "127.0.0.1", 0)
