@@ -12,6 +12,7 @@ import pytest
 
 from sluice.deploy.http_client import RouterClient
 from sluice.engine.protocol import ConfigError, Unavailable
+from sluice.router import streaming
 from sluice.router.server import bind, serve
 
 
@@ -86,6 +87,31 @@ async def test_a_client_that_reads_slowly_holds_bounded_memory(world, server):
     data = await reader.readuntil(b"data: [DONE]")
     assert data.startswith(b"HTTP/1.1 200")
     writer.close()
+
+
+async def test_a_client_that_never_reads_costs_one_full_buffer_and_is_then_given_up(
+    world, server, monkeypatch
+):
+    monkeypatch.setattr(streaming, "SEND_LIMIT_S", 0.5)
+    [listener] = server._server.servers[0].sockets
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.connect((server.host, server.port))
+    body = b'{"model": "tiny", "prompt": "a", "max_tokens": 250, "stream": true, "logprobs": 20}'
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    client.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+    unsent_bytes = []
+
+    def given_up() -> bool:
+        connections = server._server.server_state.connections
+        unsent_bytes.extend(c.transport.get_write_buffer_size() for c in connections)
+        return "release" in world.decodes["decode-0"].calls
+
+    await world.until(given_up)
+    await world.until(world.quiescent)
+    assert 64 << 10 <= max(unsent_bytes) < 80 << 10  # of some 300 kB; asyncio stops at 64 kB
+    client.close()
 
 
 async def test_a_taken_port_is_a_config_error_with_the_way_out(world, server):
