@@ -249,9 +249,12 @@ class CacheManager:
         """Pages of each pool by state: free, used by requests, cached only."""
         return {spec.name: self._usage(self._allocators[spec.table]) for spec in self.specs}
 
-    def report(self, version: int) -> CacheReport:
-        """Keys of cached history, or what changed of them since an earlier report's version."""
-        return self._tree.journal.since(version)
+    def report(self, version: int | None) -> CacheReport:
+        """Keys of cached history, or what changed of them since an earlier report's version.
+
+        None: for somebody who does not want to know.
+        """
+        return CacheReport() if version is None else self._tree.journal.since(version)
 
     def check(self) -> None:
         """Assert that the books are right: users, keepers and the free list of every page."""

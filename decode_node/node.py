@@ -106,7 +106,7 @@ class DecodeNode:
     def unsubscribe(self, router_id: str, sink: Sink) -> None:
         self._outbox.unsubscribe(router_id, sink)
 
-    def status(self, router_id: str, cache_version: int = 0) -> Future[NodeStatus]:
+    def status(self, router_id: str, cache_version: int | None = None) -> Future[NodeStatus]:
         """Gauges, what is cached since that version of a report, and the router's sign of life."""
         return self._loop.call(lambda: self._status(router_id, cache_version))
 
@@ -293,7 +293,7 @@ class DecodeNode:
         chunk = TokenChunk(stream.grant.request_id, token_ids, **outcome)
         self._outbox.put(stream.router_id, chunk)
 
-    def _status(self, router_id: str, cache_version: int) -> NodeStatus:
+    def _status(self, router_id: str, cache_version: int | None) -> NodeStatus:
         self._routers[router_id] = time.monotonic()
         pending, running = len(self._grants.pending()), len(self._grants.running())
         for state, count in (

@@ -36,7 +36,7 @@ class RayPrefillClient:
     async def abort(self, request_id: str) -> None:
         await call(self.info.node_id, self._actor.abort.remote(request_id))
 
-    async def status(self, router_id: str, cache_version: int) -> NodeStatus:
+    async def status(self, router_id: str, cache_version: int | None = None) -> NodeStatus:
         status = self._actor.status.remote(router_id, cache_version)
         return await call(self.info.node_id, status)
 
@@ -67,7 +67,7 @@ class RayDecodeClient:
             if not ended:  # the router lost interest, or the node died: end the call there too
                 ray.cancel(stream)
 
-    async def status(self, router_id: str, cache_version: int) -> NodeStatus:
+    async def status(self, router_id: str, cache_version: int | None = None) -> NodeStatus:
         status = self._actor.status.remote(router_id, cache_version)
         return await call(self.info.node_id, status)
 

@@ -323,10 +323,11 @@ class PrefillClient(Protocol):
         """Stop the request; returns when nothing of it is in flight. Unknown ids are ignored."""
         ...
 
-    async def status(self, router_id: str, cache_version: int) -> NodeStatus:
+    async def status(self, router_id: str, cache_version: int | None = None) -> NodeStatus:
         """The node's gauges; also this router's sign of life, without which the node frees.
 
-        cache_version: of the last report of cached prefixes that the router has, 0 for none.
+        cache_version: of the last report of cached prefixes that the router has, 0 for none yet;
+        None if it wants no report.
         """
         ...
 
@@ -352,7 +353,7 @@ class DecodeClient(Protocol):
         """All token chunks for this router's requests, a list for each step. One per router."""
         ...
 
-    async def status(self, router_id: str, cache_version: int) -> NodeStatus: ...
+    async def status(self, router_id: str, cache_version: int | None = None) -> NodeStatus: ...
 
 
 class Cluster(Protocol):

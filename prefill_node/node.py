@@ -124,7 +124,7 @@ class PrefillNode:
         self._loop.call(mark).add_done_callback(lambda marked: pass_failure(marked, settled))
         return settled
 
-    def status(self, cache_version: int = 0) -> Future[NodeStatus]:
+    def status(self, cache_version: int | None = None) -> Future[NodeStatus]:
         """Gauges, and what is cached since that version of a report."""
         return self._loop.call(
             lambda: NodeStatus(

@@ -205,7 +205,8 @@ def test_both_nodes_tell_which_prefixes_they_have_in_keys_that_the_router_comput
     pair, rng = start_local(config), random.Random(5)
     asked = request(random_tokens(rng, 3 * PAGE + 5), max_tokens=2, salt="tenant")
     pair.generate(asked)
-    for info, status in zip((pair.prefill.info, pair.decode.info), pair.statuses(), strict=True):
+    told = [pair.prefill.status(0).result(30), pair.decode.status("router", 0).result(30)]
+    for info, status in zip((pair.prefill.info, pair.decode.info), told, strict=True):
         cached = CachedPrefixes(info.fingerprint, unit_tokens(info.specs))
         cached.take(status.cached)
         assert cached.num_tokens(Prompt(asked)) == 3 * PAGE

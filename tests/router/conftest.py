@@ -160,12 +160,12 @@ class ScriptedNode:
     def running(self) -> int:
         raise NotImplementedError
 
-    async def status(self, router_id: str, cache_version: int) -> NodeStatus:
+    async def status(self, router_id: str, cache_version: int | None = None) -> NodeStatus:
         await self.enter("status")
         pools = {"pages": {"free": self.info.num_pages[FULL], "used": 0, "cached": 0}}
         sample = ("sluice:transfer_bytes_total", {"pool": "pages"}, 7.0)
         family = MetricFamily("sluice:transfer_bytes", "counter", "Bytes moved.", (sample,))
-        cached = self.journal.since(cache_version)
+        cached = self.journal.since(cache_version or 0)
         return NodeStatus(self.info.node_id, self.running(), 0, pools, (family,), cached)
 
 
