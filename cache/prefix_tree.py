@@ -182,6 +182,7 @@ class PrefixTree:
                 assert unit.parent.key in self._units, "history without its beginning"
                 children[unit.parent.key] += 1
         assert all(self._units[key].num_children == count for key, count in children.items())
+        assert set(self.journal.since(0).added) == self._units.keys(), "the journal tells otherwise"
         if self._units:
             assert next(iter(self._units.values())).num_children == 0, "the oldest unit is a leaf"
         hanging = {tail_key for tails in self._tails.values() for tail_key in tails}
