@@ -10,6 +10,7 @@ what the requests of the last reports' time add.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 
 from sluice.cache.journal import CacheReport
@@ -33,10 +34,11 @@ class CachedPrefixes:
     def num_tokens(self, prompt: Prompt) -> int:
         """Tokens of the prompt's longest prefix that the node has, or will have."""
         keys = prompt.keys(self._identity, self._unit_tokens)
-        for depth in range(len(keys), 0, -1):
-            if keys[depth - 1] in self._reported or keys[depth - 1] in self._expected:
-                return depth * self._unit_tokens
-        return 0
+        # A key is there only with all before it, in what nodes report as in what is expected.
+        return bisect_left(keys, True, key=self._lacks) * self._unit_tokens
+
+    def _lacks(self, key: Key) -> bool:
+        return key not in self._reported and key not in self._expected
 
     def expect(self, holder: str, prompt: Prompt) -> None:
         """The prompt is on its way to the node."""

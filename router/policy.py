@@ -106,6 +106,11 @@ PREFILL_RULES = {**COMMON, "cache_aware": Rule(tokens_to_compute, waits=True)}
 DECODE_RULES = {**COMMON, "cache_aware": Rule(share_taken)}
 
 
+# Requests to pass over in one look, where they all wait for the same nodes. A look of so many takes
+# the event loop a few milliseconds, and comes with every change of credit.
+MAX_CLAIMS = 128
+
+
 class Policy:
     """Picks by one rule for each role. Holds no nodes; takes no credit."""
 
@@ -122,6 +127,7 @@ class Turn(Generic[P, D]):
     def __init__(self, policy: Policy, prefill: Sequence[P], decode: Sequence[D]) -> None:
         self.over = False
         self.claims: dict[str, int] = {}
+        self._num_claims = 0
         self._policy = policy
         self._prefill = prefill
         self._decode = decode
@@ -165,4 +171,5 @@ class Turn(Generic[P, D]):
         """The node is kept for the request: only others' nodes may be given to those behind."""
         claimed = self.claims.get(node.node_id, 0)
         self.claims[node.node_id] = claimed + _uncached_tokens(node, prompt)
-        self.over = len(self.claims) == len(self._prefill)
+        self._num_claims += 1
+        self.over = len(self.claims) == len(self._prefill) or self._num_claims == MAX_CLAIMS

@@ -11,7 +11,7 @@ from sluice.cache.spec import Full, PoolSpec, unit_tokens
 from sluice.engine.protocol import GenerateRequest, NodeInfo, Role, SamplingParams
 from sluice.router.cached import CachedPrefixes
 from sluice.router.ledger import Ledger
-from sluice.router.policy import Policy, Turn
+from sluice.router.policy import MAX_CLAIMS, Policy, Turn
 from sluice.router.prompt import Prompt
 
 
@@ -85,6 +85,17 @@ def test_who_waits_for_a_busy_node_keeps_it_but_lets_others_pass_to_the_rest():
     busy.ledger.give_back("other")
     assert turn.pick(PROMPT) is None and not turn.over  # somebody waits for it already
     assert turn_over([busy, idle]).pick(PROMPT)[0] is busy
+
+
+def test_a_look_at_a_long_queue_for_one_node_comes_to_an_end():
+    busy, idle = Node("busy").holding(prompt_of(*range(900))), Node("idle")
+    busy.ledger.take("other", 100)
+    turn = turn_over([busy, idle])
+    num_looked_at = 0
+    while not turn.over:
+        assert turn.pick(prompt_of(*range(900))) is None
+        num_looked_at += 1
+    assert num_looked_at == MAX_CLAIMS
 
 
 def test_nobody_passes_a_request_that_decode_has_no_room_for():
