@@ -8,9 +8,10 @@ prompt. The traces of the FAST'25 release are at https://github.com/kvcache-ai/M
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,10 +20,11 @@ BLOCK_TOKENS = 512
 
 @dataclass(frozen=True)
 class Prompt:
-    """One request's prompt. The last block may be cut short."""
+    """One request's prompt. The last block may be cut short. arrived_s: since the trace began."""
 
     num_tokens: int
     block_ids: tuple[int, ...]
+    arrived_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -75,14 +77,15 @@ def read_trace(path: Path, *, scale: int = 1, limit: int | None = None) -> Trace
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     lines.sort(key=lambda line: line["timestamp"])
     block_tokens = BLOCK_TOKENS // scale
-    prompts = [_prompt(line["input_length"], line["hash_ids"], scale) for line in lines[:limit]]
+    prompts = [_prompt(line, scale) for line in lines[:limit]]
     return Trace(path.stem, tuple(prompts), block_tokens)
 
 
-def _prompt(num_tokens: int, block_ids: Sequence[int], scale: int) -> Prompt:
+def _prompt(line: Mapping[str, Any], scale: int) -> Prompt:
+    num_tokens, block_ids = line["input_length"], line["hash_ids"]
     if len(block_ids) != -(-num_tokens // BLOCK_TOKENS):
         raise ValueError(
             f"a request has {num_tokens} tokens and {len(block_ids)} hash_ids, expected one for "
             f"each {BLOCK_TOKENS} tokens; is this a trace in Mooncake's format?"
         )
-    return Prompt(-(-num_tokens // scale), tuple(block_ids))
+    return Prompt(-(-num_tokens // scale), tuple(block_ids), line["timestamp"] / 1000)

@@ -26,9 +26,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sluice.cache.allocator import Allocator
+from sluice.cache.journal import CacheReport
 from sluice.cache.keys import PrefixKeys, chained_keys, root_key
 from sluice.cache.prefix_tree import Hit, PrefixTree, Resume
-from sluice.cache.spec import PoolSpec, TableSpec, tables_of
+from sluice.cache.spec import PoolSpec, TableSpec, tables_of, unit_tokens
 
 
 class NoRoom(Exception):
@@ -129,7 +130,7 @@ class CacheManager:
         self.prefix_cache = prefix_cache
         self._full = tuple(table for table in self.tables if table.keeps_all)
         self._allocators = {table: Allocator(num_pages[table]) for table in self.tables}
-        self.unit_tokens = math.lcm(*(table.tokens_per_page for table in self._full))
+        self.unit_tokens = unit_tokens(specs)
         if len(self._full) == len(self.tables):
             replay_tokens = 0  # history is all there is
         self._tree = PrefixTree(self._allocators, self._full, self.unit_tokens, replay_tokens)
@@ -262,6 +263,13 @@ class CacheManager:
     def usage(self) -> dict[str, dict[str, int]]:
         """Pages of each pool by state: free, used by requests, cached only."""
         return {spec.name: self._usage(self._allocators[spec.table]) for spec in self.specs}
+
+    def report(self, version: int | None) -> CacheReport:
+        """Keys of cached history, or what changed of them since an earlier report's version.
+
+        None: for somebody who does not want to know.
+        """
+        return CacheReport() if version is None else self._tree.journal.since(version)
 
     def check(self) -> None:
         """Assert that the books are right: users, keepers and the free list of every page."""

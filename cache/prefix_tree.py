@@ -27,6 +27,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sluice.cache.allocator import Allocator
+from sluice.cache.journal import Journal
 from sluice.cache.keys import Key, PrefixKeys
 from sluice.cache.spec import TableSpec
 
@@ -95,6 +96,7 @@ class PrefixTree:
         self._resumes: OrderedDict[TailKey, Resume] = OrderedDict()
         self._spares: OrderedDict[TailKey, Resume] = OrderedDict()
         self._tails: defaultdict[Key, set[TailKey]] = defaultdict(set)  # by their last unit
+        self.journal = Journal()  # of the units' keys
 
     def __len__(self) -> int:
         return len(self._units)
@@ -203,6 +205,7 @@ class PrefixTree:
                 assert unit.parent.key in self._units, "history without its beginning"
                 children[unit.parent.key] += 1
         assert all(self._units[key].num_children == count for key, count in children.items())
+        assert set(self.journal.since(0).added) == self._units.keys(), "the journal tells otherwise"
         if self._units:
             assert next(iter(self._units.values())).num_children == 0, "the oldest unit is a leaf"
         hanging = {tail_key for tails in self._tails.values() for tail_key in tails}
@@ -258,6 +261,7 @@ class PrefixTree:
         if parent is not None:
             parent.num_children += 1
         unit = self._units[key] = Unit(key, parent, own)
+        self.journal.add(key)
         return unit
 
     def _cut(self, table: TableSpec, depth: int, pages: Sequence[int]) -> Sequence[int]:
@@ -293,6 +297,7 @@ class PrefixTree:
         for tail_key in list(self._tails.get(unit.key, ())):
             self._drop_resume(tail_key)
         del self._units[unit.key]
+        self.journal.remove(unit.key)
         if unit.parent is not None:
             unit.parent.num_children -= 1
         for table, pages in unit.pages.items():

@@ -257,5 +257,10 @@ def tables_of(specs: Iterable[PoolSpec]) -> tuple[TableSpec, ...]:
     return tuple(dict.fromkeys(spec.table for spec in specs))
 
 
+def unit_tokens(specs: Iterable[PoolSpec]) -> int:
+    """Tokens in a unit of cached history: whole pages of every table that keeps everything."""
+    return math.lcm(*(table.tokens_per_page for table in tables_of(specs) if table.keeps_all))
+
+
 def ceil_div(value: int, divisor: int) -> int:
     return -(-value // divisor)

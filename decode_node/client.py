@@ -37,5 +37,5 @@ class AsyncDecode:
         finally:
             self.node.unsubscribe(router_id, sink)
 
-    async def status(self, router_id: str) -> NodeStatus:
-        return await asyncio.wrap_future(self.node.status(router_id))
+    async def status(self, router_id: str, cache_version: int | None = None) -> NodeStatus:
+        return await asyncio.wrap_future(self.node.status(router_id, cache_version))

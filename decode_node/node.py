@@ -106,9 +106,9 @@ class DecodeNode:
     def unsubscribe(self, router_id: str, sink: Sink) -> None:
         self._outbox.unsubscribe(router_id, sink)
 
-    def status(self, router_id: str) -> Future[NodeStatus]:
-        """Gauges, and the router's sign of life."""
-        return self._loop.call(lambda: self._status(router_id))
+    def status(self, router_id: str, cache_version: int | None = None) -> Future[NodeStatus]:
+        """Gauges, what is cached since that version of a report, and the router's sign of life."""
+        return self._loop.call(lambda: self._status(router_id, cache_version))
 
     def _turn(self) -> float:
         self._expire_leases()
@@ -315,7 +315,7 @@ class DecodeNode:
         chunk = TokenChunk(stream.request_id, token_ids, **outcome)
         self._outbox.put(stream.router_id, chunk)
 
-    def _status(self, router_id: str) -> NodeStatus:
+    def _status(self, router_id: str, cache_version: int | None) -> NodeStatus:
         self._routers[router_id] = time.monotonic()
         pending, running = len(self._grants.pending()), len(self._grants.running())
         for state, count in (
@@ -331,4 +331,5 @@ class DecodeNode:
             waiting=pending,
             pools=self.runner.manager.usage(),
             metrics=self.metrics.families(),
+            cached=self.runner.manager.report(cache_version),
         )

@@ -36,8 +36,9 @@ class RayPrefillClient:
     async def abort(self, request_id: str) -> None:
         await call(self.info.node_id, self._actor.abort.remote(request_id))
 
-    async def status(self, router_id: str) -> NodeStatus:
-        return await call(self.info.node_id, self._actor.status.remote(router_id))
+    async def status(self, router_id: str, cache_version: int | None = None) -> NodeStatus:
+        status = self._actor.status.remote(router_id, cache_version)
+        return await call(self.info.node_id, status)
 
 
 class RayDecodeClient:
@@ -66,8 +67,9 @@ class RayDecodeClient:
             if not ended:  # the router lost interest, or the node died: end the call there too
                 ray.cancel(stream)
 
-    async def status(self, router_id: str) -> NodeStatus:
-        return await call(self.info.node_id, self._actor.status.remote(router_id))
+    async def status(self, router_id: str, cache_version: int | None = None) -> NodeStatus:
+        status = self._actor.status.remote(router_id, cache_version)
+        return await call(self.info.node_id, status)
 
 
 class RayCluster:

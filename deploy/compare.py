@@ -130,7 +130,7 @@ def _measure_all(side: Side, prompts: list[Prompt], max_tokens: int) -> list[Mea
 def _running(side: Side) -> Iterator[RouterClient]:
     """A client of the side's deployment, which lives for the block if we had to start it."""
     if side.url is not None:
-        with RouterClient(side.url, locate.first_key(side.path)) as router:
+        with RouterClient(side.url, locate.admin_key(load_config(side.path).router)) as router:
             yield router
         return
     arguments = [str(side.path), "--namespace", side.namespace, "--port", "0"]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import ssl
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,14 +20,23 @@ ANSWER_TIMEOUT_S = 60.0  # for everything but generation, which takes as long as
 class RouterClient:
     """A connection to a router. Raises Unavailable if it cannot be reached.
 
+    certificate: of a deployment of ours, which is trusted whatever name it bears.
     An error answer is raised as InvalidRequest (4xx) or SluiceError with the router's message.
     """
 
-    def __init__(self, url: str, api_key: str | None = None) -> None:
+    def __init__(
+        self, url: str, api_key: str | None = None, certificate: Path | None = None
+    ) -> None:
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         timeout = httpx.Timeout(ANSWER_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
         self.url = url
-        self._http = httpx.Client(base_url=url, headers=headers, timeout=timeout, trust_env=False)
+        self._http = httpx.Client(
+            base_url=url,
+            headers=headers,
+            timeout=timeout,
+            trust_env=False,
+            verify=True if certificate is None else _trusting(certificate),
+        )
 
     def __enter__(self) -> RouterClient:
         return self
@@ -102,6 +113,14 @@ class RouterClient:
             answer = self._http.request(method, path, json=body)
         _check(answer)
         return answer.json()
+
+
+def _trusting(certificate: Path) -> ssl.SSLContext:
+    """Trust this very certificate, and no authority."""
+    context = ssl.create_default_context(cafile=certificate)
+    context.check_hostname = False  # it may be reached by an address that it does not name
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    return context
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from sluice.deploy import state
 from sluice.deploy.http_client import RouterClient
-from sluice.engine.config import load_config
+from sluice.engine.config import RouterConfig, load_config
 from sluice.engine.protocol import ConfigError, Unavailable
 from sluice.router.auth import read_api_keys
 
@@ -35,7 +35,8 @@ def router(url: str | None, namespace: str | None, api_key: str | None) -> Route
             f"deployment {found.namespace!r} is still starting (pid {found.pid}); "
             "try again in a few seconds"
         )
-    return RouterClient(found.url, api_key or first_key(Path(found.config)))
+    config = load_config(Path(found.config)).router
+    return RouterClient(found.url, api_key or admin_key(config), config.tls_cert_file)
 
 
 def _only_one() -> str:
@@ -47,7 +48,7 @@ def _only_one() -> str:
     return names[0]
 
 
-def first_key(config_path: Path) -> str | None:
+def admin_key(router: RouterConfig) -> str | None:
     """A key from the deployment's own key file, which its owner may read."""
-    keys = read_api_keys(load_config(config_path).router.api_keys_file)
-    return keys[0].decode() if keys else None
+    key = read_api_keys(router.api_keys_file).for_admin
+    return None if key is None else key.decode()

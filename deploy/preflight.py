@@ -13,7 +13,7 @@ from pathlib import Path
 
 from sluice.cache.spec import PoolSpec
 from sluice.engine import tracing
-from sluice.engine.config import RoleConfig, SluiceConfig
+from sluice.engine.config import RoleConfig, RouterConfig, SluiceConfig
 from sluice.engine.protocol import ConfigError
 
 NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -31,6 +31,7 @@ def check(config: SluiceConfig) -> None:
     check_api_keys("router", config.router.api_keys_file)
     if (endpoint := config.router.otlp_endpoint) is not None:
         tracing.make_exporter(endpoint)
+    check_tls(config.router)
     if (canary := config.router.canary) is not None:
         check_api_keys("router.canary", canary.api_keys_file)
     if config.ray.address is None:  # on a cluster the router may run on another host
@@ -120,6 +121,13 @@ def check_api_keys(section: str, path: Path | None) -> None:
             f"{section}.api_keys_file {path}: no such file; expected a text file with one key "
             "a line"
         )
+
+
+def check_tls(config: RouterConfig) -> None:
+    for key in ("tls_cert_file", "tls_key_file"):
+        path = getattr(config, key)
+        if path is not None and not path.is_file():
+            raise ConfigError(f"router.{key} {path}: no such file; expected one in PEM format")
 
 
 def check_port(host: str, port: int) -> None:

@@ -37,7 +37,7 @@ class RouterActor:
         self._service = RouterService(self._config, self._cluster)
         self._server = await serve(self._service, router.host, router.port)
         if router.host in ANY_ADDRESS:
-            return f"http://{ray.util.get_node_ip_address()}:{self._server.port}"
+            return self._server.url_at(ray.util.get_node_ip_address())
         return self._server.url
 
     async def set_nodes(

@@ -7,6 +7,7 @@ default and one line that says what it does.
 from __future__ import annotations
 
 import difflib
+import re
 import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -111,16 +112,40 @@ class CanaryConfig(Section):
         return _url(url)
 
 
+ORIGIN = re.compile(r"https?://[^/\s]+")
+PolicyName = Literal["round_robin", "least_loaded", "power_of_two", "cache_aware"]
+
+
 class RouterConfig(Section):
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535)  # 0: any free port
-    prefill_policy: Literal["round_robin", "least_loaded"] = "least_loaded"
-    decode_policy: Literal["round_robin", "least_loaded"] = "least_loaded"
+    prefill_policy: PolicyName = "cache_aware"
+    decode_policy: PolicyName = "cache_aware"
     max_queue: int = Field(1024, ge=0)  # requests that may wait
     request_timeout_s: float = Field(600.0, gt=0)  # from arrival to last token
-    api_keys_file: Path | None = None  # one key a line
+    api_keys_file: Path | None = None  # `KEY` or `admin:KEY` a line
+    tls_cert_file: Path | None = None  # PEM, with its chain: serve HTTPS
+    tls_key_file: Path | None = None  # PEM, without a passphrase
+    cors_origins: tuple[str, ...] = ()  # origins whose browser pages may call the API; "*": all
     otlp_endpoint: str | None = None  # collector of traces of router and nodes (OTLP over HTTP)
     canary: CanaryConfig | None = None  # another deployment to compare with, or to try out
+
+    @model_validator(mode="after")
+    def _certificate_with_its_key(self) -> RouterConfig:
+        if (self.tls_cert_file is None) != (self.tls_key_file is None):
+            raise ValueError("expected both tls_cert_file and tls_key_file, or neither")
+        return self
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _are_origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in origins:
+            if origin != "*" and not ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"{origin!r} is no origin, expected one such as https://chat.example.org "
+                    "without a path, or '*'"
+                )
+        return origins
 
     @field_validator("otlp_endpoint")
     @classmethod
@@ -179,7 +204,9 @@ def load_config(path: Path) -> SluiceConfig:
         )
     config = parse_config(data, source=str(path))
     base = path.resolve().parent
-    router = _resolved(config.router, "api_keys_file", base)
+    router = config.router
+    for key in ("api_keys_file", "tls_cert_file", "tls_key_file"):
+        router = _resolved(router, key, base)
     if router.canary is not None:
         canary = _resolved(router.canary, "api_keys_file", base)
         router = router.model_copy(update={"canary": canary})

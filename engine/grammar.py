@@ -1,4 +1,4 @@
-"""Grammars: which tokens keep an output on the way to a JSON text that a schema allows.
+"""Grammars: which tokens keep an output on the way to a text that a schema or grammar allows.
 
 llguidance computes the masks from the checkpoint's tokenizer alone, without torch; a request's
 matcher reads the request's own output, so it is in the same state on prefill, on decode and after
@@ -41,19 +41,21 @@ class Grammars:
 
     def matcher(self, json_schema: str) -> Matcher:
         """A matcher at the output's beginning. Raises InvalidRequest for a schema it cannot do."""
-        if self._tokenizer is None:
-            raise InvalidRequest(
-                "response_format: the checkpoint has no tokenizer.json, expected plain text",
-                param="response_format",
-            )
         grammar = LLMatcher.grammar_from_json_schema(
             json_schema, defaults={"whitespace_pattern": WHITE_SPACE}
         )
+        return self.matcher_of(grammar, param="response_format")
+
+    def matcher_of(self, grammar: str, *, param: str) -> Matcher:
+        """The same for a grammar in llguidance's words; param: the field it was made of."""
+        if self._tokenizer is None:
+            raise InvalidRequest(
+                f"{param}: the checkpoint has no tokenizer.json, expected plain text", param=param
+            )
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
         if matcher.is_error():
             raise InvalidRequest(
-                f"response_format: this JSON schema is not supported: {matcher.get_error()}",
-                param="response_format",
+                f"{param}: no grammar follows this schema: {matcher.get_error()}", param=param
             )
         return Matcher(matcher, self._vocab_size)
 
@@ -76,7 +78,7 @@ class Matcher:
 
     @property
     def complete(self) -> bool:
-        """Whether the output so far is a whole JSON text."""
+        """Whether the output so far is whole: it may end here."""
         return self._matcher.is_accepting()
 
     def follow(self, output_token_ids: Sequence[int]) -> None:
@@ -85,7 +87,7 @@ class Matcher:
         self._num_followed = len(output_token_ids)
 
     def allowed(self) -> npt.NDArray[np.bool_]:
-        """Which tokens may come next, [vocab]; the end only where the JSON text is complete."""
+        """Which tokens may come next, [vocab]; the end only where the output is complete."""
         if self.error is not None:
             return np.ones(self._vocab_size, dtype=np.bool_)  # whatever is drawn is thrown away
         packed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)

@@ -25,9 +25,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple, Protocol
 
+from sluice.cache.journal import CacheReport
 from sluice.cache.spec import PoolSpec, TableSpec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 # Output tokens for which decode takes pages at admission; more come as the output grows, and where
 # they do not, the youngest request is preempted.
@@ -141,6 +142,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what to add to its logit)
     num_top_logprobs: int | None = None  # report log-probabilities: so many of the likeliest too
     json_schema: str = ""  # the output is a JSON text that this schema allows; "" for any text
+    grammar: str = ""  # the output is a text of this grammar, in llguidance's words
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,7 @@ class GenerateRequest:
     emitted_token_ids: tuple[int, ...] = ()
     cache_salt: str = ""  # requests with different salts never share cached rows
     traceparent: str = ""  # the router's span, under which nodes put theirs
+    priority: int = 0  # in the router's queue the lower goes first
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -273,13 +276,18 @@ class MetricFamily:
 
 @dataclass(frozen=True)
 class NodeStatus:
-    """A node's gauges, as of now. `pools` counts pages: free, used and cached."""
+    """A node's gauges, as of now. `pools` counts pages: free, used and cached.
+
+    cached: keys of the prefixes it has (cache/keys.py; their root is its fingerprint and a
+    request's salt), as far as they changed after the version that the caller named.
+    """
 
     node_id: str
     running: int
     waiting: int
     pools: Mapping[str, Mapping[str, int]]
     metrics: tuple[MetricFamily, ...] = ()
+    cached: CacheReport = field(default_factory=CacheReport)
 
 
 @dataclass(frozen=True)
@@ -315,8 +323,12 @@ class PrefillClient(Protocol):
         """Stop the request; returns when nothing of it is in flight. Unknown ids are ignored."""
         ...
 
-    async def status(self, router_id: str) -> NodeStatus:
-        """The node's gauges; also this router's sign of life, without which the node frees."""
+    async def status(self, router_id: str, cache_version: int | None = None) -> NodeStatus:
+        """The node's gauges; also this router's sign of life, without which the node frees.
+
+        cache_version: of the last report of cached prefixes that the router has, 0 for none yet;
+        None if it wants no report.
+        """
         ...
 
 
@@ -341,7 +353,7 @@ class DecodeClient(Protocol):
         """All token chunks for this router's requests, a list for each step. One per router."""
         ...
 
-    async def status(self, router_id: str) -> NodeStatus: ...
+    async def status(self, router_id: str, cache_version: int | None = None) -> NodeStatus: ...
 
 
 class Cluster(Protocol):

@@ -129,12 +129,16 @@ class Runner:
         )
 
     def take(self, request: GenerateRequest, grant_id: str) -> Request:
-        """The request as this node will work on it. Raises InvalidRequest for its JSON schema."""
+        """The request as this node will work on it. Raises InvalidRequest for its grammar."""
         matcher = None
-        if schema := request.sampling.json_schema:
+        sampling = request.sampling
+        if sampling.json_schema or sampling.grammar:
             if self._grammars is None:
                 raise InvalidRequest("response_format: not served here", param="response_format")
-            matcher = self._grammars.matcher(schema)
+            if sampling.json_schema:
+                matcher = self._grammars.matcher(sampling.json_schema)
+            else:
+                matcher = self._grammars.matcher_of(sampling.grammar, param="tools")
         return Request.of(request, grant_id, matcher)
 
     def copy_pages(self, copies: Iterable[PageCopy]) -> None:

@@ -27,5 +27,5 @@ class AsyncPrefill:
     async def abort(self, request_id: str) -> None:
         await asyncio.wrap_future(self.node.abort(request_id))
 
-    async def status(self, router_id: str) -> NodeStatus:
-        return await asyncio.wrap_future(self.node.status())
+    async def status(self, router_id: str, cache_version: int | None = None) -> NodeStatus:
+        return await asyncio.wrap_future(self.node.status(cache_version))

@@ -132,7 +132,8 @@ class PrefillNode:
         self._loop.call(mark).add_done_callback(lambda marked: pass_failure(marked, settled))
         return settled
 
-    def status(self) -> Future[NodeStatus]:
+    def status(self, cache_version: int | None = None) -> Future[NodeStatus]:
+        """Gauges, and what is cached since that version of a report."""
         return self._loop.call(
             lambda: NodeStatus(
                 node_id=self.info.node_id,
@@ -140,6 +141,7 @@ class PrefillNode:
                 waiting=self._scheduler.num_waiting,
                 pools=self.runner.manager.usage(),
                 metrics=self.metrics.families(),
+                cached=self.runner.manager.report(cache_version),
             )
         )
 

@@ -76,6 +76,8 @@ def _node(service: RouterService, entry: NodeEntry) -> dict[str, Any]:
     state, detail = entry.state, entry.detail
     if view is not None and view.lost_because is not None and state is NodeState.READY:
         state, detail = NodeState.DEAD, view.lost_because  # the router notices before the cluster
+    elif view is not None and view.breaker.is_open:
+        detail = "its last requests failed; one at a time tries it again"
     return {
         "id": entry.node_id,
         "role": entry.role.value,

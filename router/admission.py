@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 
 from llguidance import LLMatcher
 
@@ -22,6 +23,7 @@ def make_jobs(
     prompt_field: str,
     request_id: str,
     arrived: float,
+    grammar: str,
 ) -> list[Job]:
     """Jobs for `n` answers to each prompt, in the order of their choices' indexes.
 
@@ -33,15 +35,25 @@ def make_jobs(
     check_token_ids(service, schema.stop_token_ids, "stop_token_ids")
     check_token_ids(service, list(schema.logit_bias), "logit_bias")
     service.check_ready()
+    if grammar and schema.min_tokens:
+        raise InvalidRequest(
+            "min_tokens: a tool call ends where it is complete, leave it out", param="min_tokens"
+        )
     seed = _seed(schema.seed)
     requests = [
-        (prompt, _sampling(service, schema, len(prompt), prompt_field, (seed + answer) % 2**63))
+        (prompt, replace(sampling, seed=(seed + answer) % 2**63, grammar=grammar))
         for prompt in prompts
+        for sampling in [_sampling(service, schema, len(prompt), prompt_field)]
         for answer in range(schema.n)
     ]
     return [
         Job(
-            GenerateRequest(_part_id(request_id, index, len(requests)), tuple(prompt), sampling),
+            GenerateRequest(
+                _part_id(request_id, index, len(requests)),
+                tuple(prompt),
+                sampling,
+                priority=schema.priority,
+            ),
             tuple(schema.stop),
             arrived,
         )
@@ -58,7 +70,6 @@ def _sampling(
     schema: GenerationSchema,
     num_prompt_tokens: int,
     prompt_field: str,
-    seed: int,
 ) -> SamplingParams:
     max_tokens = _max_tokens(service, schema, num_prompt_tokens, prompt_field)
     stop_token_ids = _stop_token_ids(service, schema)
@@ -69,7 +80,6 @@ def _sampling(
         top_p=schema.top_p,
         top_k=max(0, schema.top_k),
         min_p=schema.min_p,
-        seed=seed,
         stop_token_ids=stop_token_ids,
         min_tokens=schema.min_tokens,
         presence_penalty=schema.presence_penalty,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
@@ -30,6 +31,14 @@ def create_app(service: RouterService) -> FastAPI:
     if service.canary is not None:
         app.add_middleware(CanaryBorder, service=service, canary=service.canary)
     app.add_middleware(Border, api_keys=service.api_keys)
+    if origins := service.config.router.cors_origins:  # outermost: preflights bear no key
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type", "x-request-id"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
 
     @app.exception_handler(SluiceError)
     async def expected(_: Request, error: SluiceError) -> Response:

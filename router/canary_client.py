@@ -94,7 +94,8 @@ def failures_mapped() -> Iterator[None]:
 
 def _connect(config: CanaryConfig, max_connections: int) -> httpx.AsyncClient:
     keys = read_api_keys(config.api_keys_file, "router.canary.api_keys_file")
-    headers = {MARK: "1"} | ({"authorization": f"Bearer {keys[0].decode()}"} if keys else {})
+    key = keys.for_serving
+    headers = {MARK: "1"} | ({"authorization": f"Bearer {key.decode()}"} if key else {})
     connect_s = min(CONNECT_LIMIT_S, config.timeout_s)
     try:
         return httpx.AsyncClient(

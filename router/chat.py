@@ -13,7 +13,7 @@ from sluice.router.checkpoint import Checkpoint
 from sluice.router.conversation import ChatFormat, ChatOptions, Message, OutputParser
 from sluice.router.encoding_v4 import V4Format
 from sluice.router.template import TemplateFormat
-from sluice.router.v4_text import CONTROL_TOKENS
+from sluice.router.v4_text import CONTROL_TOKENS, END_THINK
 
 PLAIN = ChatOptions()
 
@@ -52,6 +52,10 @@ class ChatEncoder:
         """A parser for one answer to the conversation."""
         return self._format.parser(messages, options)
 
+    def grammar(self, messages: Sequence[Message], options: ChatOptions) -> str:
+        """What the answer must follow for its tool calls to be as asked; "" for any text."""
+        return self._format.grammar(messages, options)
+
     def _with_bos(self, token_ids: list[int]) -> list[int]:
         bos = self._checkpoint.bos_token
         bos_id = None if bos is None else self._tokenizer.token_to_id(bos)
@@ -63,7 +67,9 @@ class ChatEncoder:
 def _format_of(checkpoint: Checkpoint) -> ChatFormat:
     """The checkpoint's template; DeepSeek-V4's own format where it has none."""
     if checkpoint.chat_template is None and _speaks_v4(checkpoint):
-        return V4Format(checkpoint.v4_release)
+        end_think_id = checkpoint.tokenizer.token_to_id(END_THINK)
+        assert end_think_id is not None, "it is one of the control tokens"
+        return V4Format(checkpoint.v4_release, end_think_id)
     return TemplateFormat(
         checkpoint.chat_template,
         bos_token=checkpoint.bos_token or "",

@@ -45,6 +45,7 @@ def completion_routes(service: RouterService) -> APIRouter:
         service.check_model(schema.model)
         messages, options = _conversation(schema)
         prompt = await _encode(body, lambda: service.encoder.encode_chat(messages, options))
+        grammar = await _encode(body, lambda: service.encoder.grammar(messages, options))
 
         def choice(index: int) -> Choice:
             return ChatChoice(
@@ -54,7 +55,9 @@ def completion_routes(service: RouterService) -> APIRouter:
                 with_logprobs=schema.logprobs,
             )
 
-        return await _respond(service, request, _Asked(body, schema, [prompt], arrived), choice)
+        return await _respond(
+            service, request, _Asked(body, schema, [prompt], arrived, grammar), choice
+        )
 
     @routes.post("/v1/completions")
     async def complete(request: Request) -> Response:
@@ -107,12 +110,13 @@ def completion_routes(service: RouterService) -> APIRouter:
 
 @dataclass(frozen=True)
 class _Asked:
-    """A request as it was read. arrived: time.monotonic()."""
+    """A request as it was read. arrived: time.monotonic(). grammar: what the answer follows."""
 
     body: bytes
     schema: ChatRequest | CompletionRequest
     prompts: list[tuple[int, ...]]
     arrived: float
+    grammar: str = ""
 
     @property
     def kind(self) -> Kind:
@@ -131,6 +135,7 @@ async def _respond(
         prompt_field="messages" if asked.kind == "chat" else "prompt",
         request_id=request_id,
         arrived=asked.arrived,
+        grammar=asked.grammar,
     )
     traceparent = request.headers.get("traceparent", "")
     jobs = [replace(job, traceparent=traceparent) for job in jobs]
@@ -174,7 +179,9 @@ async def _encode(body: bytes, encode: Callable[[], T]) -> T:
 def _conversation(schema: ChatRequest) -> tuple[list[Message], ChatOptions]:
     response = schema.response_format
     options = ChatOptions(
-        tools=tuple(tool.function for tool in schema.tools if schema.tool_choice == "auto"),
+        tools=tuple(tool.function for tool in schema.tools if schema.tool_choice.mode != "none"),
+        must_call=schema.must_call,
+        parallel_calls=schema.parallel_tool_calls,
         thinking=None if schema.thinking is None else schema.thinking.type == "enabled",
         effort=schema.reasoning_effort,
         json_schema=response.schema_text,

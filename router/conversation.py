@@ -13,12 +13,15 @@ Message = Mapping[str, Any]  # OpenAI's shape, content as one string, absent fie
 class ChatOptions:
     """How a conversation is to be rendered and its answer read.
 
-    tools: function objects in OpenAI's shape. thinking, effort: None where the client leaves it to
-    the model. json_schema: what the answer must satisfy, None for free text; with `show_schema`
-    the prompt says so too.
+    tools: function objects in OpenAI's shape. must_call: names of those of which one has to be
+    called; None leaves it to the model. parallel_calls: it may call several at once. thinking,
+    effort: None where the client leaves it to the model. json_schema: what the answer must satisfy,
+    None for free text; with `show_schema` the prompt says so too.
     """
 
     tools: tuple[Mapping[str, Any], ...] = ()
+    must_call: frozenset[str] | None = None
+    parallel_calls: bool = True
     thinking: bool | None = None
     effort: str | None = None
     json_schema: str | None = None
@@ -73,4 +76,11 @@ class ChatFormat(Protocol):
 
     def parser(self, messages: Sequence[Message], options: ChatOptions) -> OutputParser:
         """A parser for one answer to that prompt."""
+        ...
+
+    def grammar(self, messages: Sequence[Message], options: ChatOptions) -> str:
+        """What the answer must follow for its tool calls to be as asked; "" for any text.
+
+        Raises InvalidRequest for schemas that no grammar can be made of.
+        """
         ...

@@ -24,8 +24,7 @@ from sluice.engine.protocol import (
 )
 from sluice.router.background import Background
 from sluice.router.events import log_event
-from sluice.router.policy import Pair
-from sluice.router.queue import Ticket, WaitingQueue
+from sluice.router.queue import Pair, Ticket, WaitingQueue
 from sluice.router.reservation import Reservation, hold
 
 logger = logging.getLogger(__name__)
@@ -68,7 +67,7 @@ class Dispatcher:
         Close the iterator to end the request early. Raises QueueFull, Unavailable, or the last
         NodeError after MAX_FAILURES failed attempts.
         """
-        ticket = self._queue.ticket()
+        ticket = self._queue.ticket(request.priority)
         emitted = list(request.emitted_token_ids)
         num_failures = 0
         for number in itertools.count(1):
@@ -81,7 +80,6 @@ class Dispatcher:
                 async with contextlib.aclosing(self._attempt(attempt, ticket)) as stream:
                     async for tokens in stream:
                         emitted.extend(tokens.token_ids)
-                        ticket.patient = True
                         yield tokens
                         if tokens.finish_reason is not None:
                             return

@@ -18,6 +18,7 @@ from typing import Any
 
 from sluice.engine.protocol import InvalidRequest
 from sluice.router import v4_text as v4
+from sluice.router.calls_v4 import calls_grammar
 from sluice.router.conversation import ChatOptions, Message, OutputParser
 from sluice.router.parser_v4 import V4Parser
 
@@ -45,10 +46,11 @@ EFFORTS: dict[Release, dict[str, str]] = {
 
 
 class V4Format:
-    """One release's format."""
+    """One release's format. end_think_id: the token that ends reasoning."""
 
-    def __init__(self, release: Release = Release.ORIGINAL) -> None:
+    def __init__(self, release: Release = Release.ORIGINAL, end_think_id: int = 0) -> None:
         self._efforts = EFFORTS[release]
+        self._end_think_id = end_think_id
 
     def render(self, messages: Sequence[Message], options: ChatOptions) -> str:
         _check(messages, options)
@@ -73,10 +75,25 @@ class V4Format:
         return text
 
     def parser(self, messages: Sequence[Message], options: ChatOptions) -> OutputParser:
-        begun = messages[-1]["role"] == "assistant" or "task" in messages[-1]
-        return V4Parser(
-            reasoning=is_thinking(options) and not begun, calls=has_tools(messages, options)
+        return V4Parser(reasoning=_reasons(messages, options), calls=has_tools(messages, options))
+
+    def grammar(self, messages: Sequence[Message], options: ChatOptions) -> str:
+        must = options.must_call is not None
+        if not options.tools or (options.parallel_calls and not must):
+            return ""
+        called = options.must_call or {tool["name"] for tool in options.tools}
+        return calls_grammar(
+            [tool for tool in options.tools if tool["name"] in called],
+            must=must,
+            parallel=options.parallel_calls,
+            end_think_id=self._end_think_id if _reasons(messages, options) else None,
         )
+
+
+def _reasons(messages: Sequence[Message], options: ChatOptions) -> bool:
+    """Whether the answer begins with reasoning: not if a part of it stands in the prompt."""
+    begun = messages[-1]["role"] == "assistant" or "task" in messages[-1]
+    return is_thinking(options) and not begun
 
 
 def is_thinking(options: ChatOptions) -> bool:

@@ -27,6 +27,11 @@ class Unauthorized(SluiceError):
     code = "invalid_api_key"
 
 
+class Forbidden(SluiceError):
+    status = 403
+    code = "admin_key_required"
+
+
 def error_body(
     message: str, *, status: int, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:

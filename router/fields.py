@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, WithJsonSchema
@@ -82,6 +83,28 @@ def _function(value: Any) -> Any:
     return value
 
 
+@dataclass(frozen=True)
+class ToolChoice:
+    """name: of the one function that has to be called, with mode "required"."""
+
+    mode: str = "auto"
+    name: str | None = None
+
+
+def _tool_choice(value: Any) -> ToolChoice:
+    if isinstance(value, ToolChoice):
+        return value
+    if value in ("none", "auto", "required"):
+        return ToolChoice(value)
+    match value:
+        case {"type": "function", "function": {"name": str(name)}}:
+            return ToolChoice("required", name)
+    raise ValueError(
+        "expected 'none', 'auto', 'required' or "
+        '{"type": "function", "function": {"name": ...}}'
+    )
+
+
 _STRING_OR_STRINGS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
 _TEXT_PART = {
     "type": "object",
@@ -134,6 +157,29 @@ Function = Annotated[
                 "parameters": {"type": "object"},
             },
             "required": ["name"],
+        }
+    ),
+]
+Choice = Annotated[
+    ToolChoice,
+    BeforeValidator(_tool_choice),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"enum": ["none", "auto", "required"]},
+                {
+                    "type": "object",
+                    "properties": {
+                        "type": {"const": "function"},
+                        "function": {
+                            "type": "object",
+                            "properties": {"name": {"type": "string"}},
+                            "required": ["name"],
+                        },
+                    },
+                    "required": ["type", "function"],
+                },
+            ]
         }
     ),
 ]

@@ -17,7 +17,7 @@ from sluice.engine.protocol import NodeInfo
 class Ledger:
     """Promises by holder (one attempt of one request). Giving back twice is harmless.
 
-    max_outstanding_tokens: a node with this many promised tokens takes nothing more.
+    max_outstanding_tokens: a node with this many tokens to compute takes nothing more.
     on_return: called after each return of credit.
     """
 
@@ -31,7 +31,8 @@ class Ledger:
         self._info = info
         self._max_outstanding_tokens = max_outstanding_tokens
         self._on_return = on_return
-        self._tokens: dict[str, int] = {}  # holder -> promised tokens
+        self._tokens: dict[str, int] = {}  # holder -> tokens that pages are promised for
+        self._work: dict[str, int] = {}  # holder -> tokens to compute
         self._pages: dict[TableSpec, int] = {
             table: 0 for table in tables_of(info.specs) if table.keeps_all
         }
@@ -44,7 +45,8 @@ class Ledger:
 
     @property
     def outstanding_tokens(self) -> int:
-        return sum(self._tokens.values())
+        """Tokens to compute of all that hold the node."""
+        return sum(self._work.values())
 
     @property
     def reserved_pages(self) -> dict[TableSpec, int]:
@@ -79,9 +81,19 @@ class Ledger:
             )
         )
 
-    def take(self, holder: str, num_tokens: int) -> None:
+    def share_with(self, num_tokens: int) -> float:
+        """Part of the batch and of the scarcest table taken, with a request of so many tokens."""
+        pages = [
+            (taken + _num_pages(table, num_tokens)) / max(1, self._info.num_pages[table])
+            for table, taken in self._pages.items()
+        ]
+        return (self.running + 1) / self._info.max_running_requests + max(pages, default=0.0)
+
+    def take(self, holder: str, num_tokens: int, work_tokens: int | None = None) -> None:
+        """work_tokens: how many of the tokens have to be computed, if not all."""
         assert holder not in self._tokens, f"{holder} already holds {self._info.node_id}"
         self._tokens[holder] = num_tokens
+        self._work[holder] = num_tokens if work_tokens is None else work_tokens
         for table in self._pages:
             self._pages[table] += _num_pages(table, num_tokens)
         self.idle.clear()
@@ -97,6 +109,7 @@ class Ledger:
     def give_back(self, holder: str) -> None:
         """Return what the holder took; does nothing if that was done before."""
         num_tokens = self._tokens.pop(holder, None)
+        self._work.pop(holder, None)
         if num_tokens is None:
             return
         for table in self._pages:

@@ -8,8 +8,8 @@ import uuid
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sluice.router.auth import check_api_key
-from sluice.router.errors import Unauthorized, internal_error, response_of
+from sluice.router.auth import ApiKeys, check_api_key
+from sluice.router.errors import Forbidden, Unauthorized, internal_error, response_of
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ class Border:
     requests with the same header never meet.
     """
 
-    def __init__(self, app: ASGIApp, api_keys: tuple[bytes, ...]) -> None:
+    def __init__(self, app: ASGIApp, api_keys: ApiKeys) -> None:
         self._app = app
         self._api_keys = api_keys
 
@@ -46,7 +46,7 @@ class Border:
         try:
             check_api_key(self._api_keys, scope["path"], headers.get(b"authorization", b""))
             await self._app(scope, receive, send_with_id)
-        except Unauthorized as error:
+        except (Unauthorized, Forbidden) as error:
             await response_of(error)(scope, receive, send_with_id)
         except Exception:
             logger.exception("event=internal_error request_id=%s", unique)

@@ -14,10 +14,12 @@ Everything here runs in the router's event loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, Generic, TypeVar
 
+from sluice.cache.spec import unit_tokens
 from sluice.engine.protocol import (
     DecodeClient,
     GenerateRequest,
@@ -27,11 +29,15 @@ from sluice.engine.protocol import (
     NodeStatus,
     Preempted,
     PrefillClient,
+    Refused,
     TokenChunk,
 )
 from sluice.router.background import Background
+from sluice.router.breaker import Breaker
+from sluice.router.cached import CachedPrefixes
 from sluice.router.events import log_event
 from sluice.router.ledger import Ledger
+from sluice.router.prompt import Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +71,8 @@ class RoutedNode(Generic[Client]):
             max_outstanding_tokens=self._max_outstanding_tokens(),
             on_return=on_change,
         )
+        self.cached = CachedPrefixes(self.info.fingerprint, unit_tokens(self.info.specs))
+        self.breaker = Breaker()
         self._router_id = router_id
         self._lease_s = lease_s
         self._background = background
@@ -101,7 +109,53 @@ class RoutedNode(Generic[Client]):
     def can_start(self, request: GenerateRequest) -> bool:
         """Whether the request can have its pages now."""
         refusing = asyncio.get_running_loop().time() < self._refused_until
-        return self.ready and not refusing and self.ledger.has_room(self.promised_tokens(request))
+        return (
+            self.ready
+            and self.trusted
+            and not refusing
+            and self.ledger.has_room(self.promised_tokens(request))
+        )
+
+    @property
+    def trusted(self) -> bool:
+        """Whether requests that went here came to an end, or it is time to see if they do."""
+        return self.breaker.allows(asyncio.get_running_loop().time())
+
+    def take(self, prompt: Prompt) -> None:
+        """Promise the request its pages; its prefix counts as cached from now on."""
+        request, num_tokens = prompt.request, self.promised_tokens(prompt.request)
+        work_tokens = max(1, num_tokens - self.cached.num_tokens(prompt))
+        self.ledger.take(request.request_id, num_tokens, work_tokens)
+        self.cached.expect(request.request_id, prompt)
+        self.breaker.begin(request.request_id)
+
+    def give_back(self, request_id: str) -> None:
+        """The request has left the node. Twice is harmless."""
+        self.cached.end(request_id)
+        self.breaker.end(request_id)
+        self.ledger.give_back(request_id)
+
+    @contextlib.contextmanager
+    def judged(self) -> Iterator[None]:
+        """The block is an attempt on this node. What fails in it counts against the node."""
+        try:
+            yield
+        except (Refused, Preempted):
+            raise
+        except NodeError as error:
+            self.fail(error)
+            raise
+        self.breaker.succeed()
+
+    def fail(self, error: NodeError) -> None:
+        """A request has failed because of this node."""
+        loop = asyncio.get_running_loop()
+        self.breaker.fail(loop.time())
+        if self.breaker.is_open:
+            log_event(
+                logger, "circuit_open", node=self.node_id, reason=error, level=logging.WARNING
+            )
+            loop.call_later(self.breaker.cool_down_s, self._on_change)
 
     def pause_after_refusal(self) -> None:
         """Leave the node alone for a moment, then look at the queue again."""
@@ -128,9 +182,16 @@ class RoutedNode(Generic[Client]):
         """Ask for the node's gauges now; the last known ones stay if it takes too long."""
         try:
             async with asyncio.timeout(limit_s):
-                self.status = await self.call(self.client.status(self._router_id))
+                self._note(await self.call(self._ask()))
         except (NodeError, TimeoutError) as error:
             log_event(logger, "no_status", node=self.node_id, reason=error, level=logging.DEBUG)
+
+    def _ask(self) -> Coroutine[Any, Any, NodeStatus]:
+        return self.client.status(self._router_id, self.cached.version)
+
+    def _note(self, status: NodeStatus) -> None:
+        self.status = status
+        self.cached.take(status.cached)
 
     def lose(self, reason: str, *, level: int = logging.WARNING) -> None:
         """Treat the node as gone: whoever waits for it gets NodeLost."""
@@ -157,7 +218,7 @@ class RoutedNode(Generic[Client]):
         while True:
             try:
                 async with asyncio.timeout(self._lease_s):
-                    self.status = await self.client.status(self._router_id)
+                    self._note(await self._ask())
             except TimeoutError:
                 self.lose(f"no answer for {self._lease_s:g} s")
             except NodeError as error:

@@ -1,11 +1,15 @@
-"""The queue: the one place where requests wait, first come first served.
+"""The queue: the one place where requests wait, by priority, then first come first served.
 
     enter ──► waiting ──pair with credit──► dispatched
                  │  └──no node could ever take it──► Unavailable
                  └──client gone, deadline──► forgotten
 
 A request leaves only with credit on both nodes of a pair, so nothing waits inside a node and a
-cancel here costs nothing. A request that comes back after a failure keeps its place by arrival.
+cancel here costs nothing. A request that comes back after a failure keeps its place.
+
+Nobody is overtaken on the node that it waits for, and nobody at all where decode has no room for
+it. A lower priority can be overtaken for as long as more urgent requests fill the nodes: at most
+until its deadline, as whoever sets priorities decides how long that may be.
 """
 
 from __future__ import annotations
@@ -14,29 +18,36 @@ import asyncio
 import bisect
 import itertools
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from sluice.engine.protocol import GenerateRequest, QueueFull, SluiceError, Unavailable
-from sluice.router.policy import Pair, Policy
+from sluice.router.nodes import RoutedDecode, RoutedPrefill
+from sluice.router.policy import Policy, Turn
+from sluice.router.prompt import Prompt
 from sluice.router.registry import Nodes
+
+
+class Pair(NamedTuple):
+    prefill: RoutedPrefill
+    decode: RoutedDecode
 
 
 @dataclass
 class Ticket:
-    """A request's place in the order of arrival, kept over its attempts.
+    """A request's place among those that wait, kept over its attempts: (priority, arrival).
 
+    returning: an attempt has failed, so it may wait for a node to come back.
     avoid: ids of the nodes on which the last attempt failed.
-    patient: the client has part of the answer already, so it may wait for a node to come back.
     """
 
-    arrival: int
+    place: tuple[int, int]
     returning: bool = False
-    patient: bool = False
     avoid: set[str] = field(default_factory=set)
 
 
 @dataclass(eq=False)
 class _Waiter:
-    request: GenerateRequest
+    prompt: Prompt
     ticket: Ticket
     hopeless_until: float | None  # loop time until which having no node at all is put up with
     pair: asyncio.Future[Pair]
@@ -45,7 +56,8 @@ class _Waiter:
 class WaitingQueue:
     """Matches waiting requests with pairs. `wake` it after every change of credit or nodes.
 
-    max_waiting: newcomers beyond this are refused. patience_s: see Ticket.patient.
+    max_waiting: newcomers beyond this are refused. patience_s: how long a request whose attempt
+    failed waits while there is no node; a lost one is mostly back with its next heartbeat.
     """
 
     def __init__(
@@ -55,15 +67,15 @@ class WaitingQueue:
         self._policy = policy
         self._max_waiting = max_waiting
         self._patience_s = patience_s
-        self._waiting: list[_Waiter] = []  # by arrival
+        self._waiting: list[_Waiter] = []  # by place
         self._arrivals = itertools.count()
         self._closed: SluiceError | None = None
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def ticket(self) -> Ticket:
-        return Ticket(next(self._arrivals))
+    def ticket(self, priority: int = 0) -> Ticket:
+        return Ticket((priority, next(self._arrivals)))
 
     async def pair_for(self, request: GenerateRequest, ticket: Ticket) -> Pair:
         """Wait for a pair that can start the request; the credit on both nodes is then taken.
@@ -84,21 +96,16 @@ class WaitingQueue:
 
     def wake(self) -> None:
         """Start every request that can start, in order, and turn away those nobody can take."""
+        turn = Turn(self._policy, self._nodes.prefill, self._nodes.decode)
         for waiter in list(self._waiting):
             if waiter.pair.done():
                 continue  # cancelled just now: its own task takes it out
-            if not self._nodes.could_hold(waiter.request):
+            if not self._nodes.could_hold(waiter.prompt.request):
                 self._turn_away(waiter)
-                continue
-            pair = self._policy.pick(
-                waiter.request, self._nodes.prefill, self._nodes.decode, waiter.ticket.avoid
-            )
-            if pair is None:
-                break  # nobody overtakes
-            self._leave(waiter)
-            for node in pair:
-                node.ledger.take(waiter.request.request_id, node.promised_tokens(waiter.request))
-            waiter.pair.set_result(pair)
+            elif picked := turn.pick(waiter.prompt, waiter.ticket.avoid):
+                self._start(waiter, Pair(*picked))
+            elif turn.over:
+                break
 
     def close(self, reason: SluiceError) -> None:
         """Turn away all that wait, and everybody who comes later."""
@@ -106,13 +113,19 @@ class WaitingQueue:
         for waiter in list(self._waiting):
             self._reject(waiter, reason)
 
+    def _start(self, waiter: _Waiter, pair: Pair) -> None:
+        self._leave(waiter)
+        for node in pair:
+            node.take(waiter.prompt)
+        waiter.pair.set_result(pair)
+
     def _enter(self, request: GenerateRequest, ticket: Ticket) -> _Waiter:
         if self._closed is not None:
             raise self._closed
         loop = asyncio.get_running_loop()
-        until = loop.time() + self._patience_s if ticket.patient else None
-        waiter = _Waiter(request, ticket, until, loop.create_future())
-        bisect.insort(self._waiting, waiter, key=lambda other: other.ticket.arrival)
+        until = loop.time() + self._patience_s if ticket.returning else None
+        waiter = _Waiter(Prompt(request), ticket, until, loop.create_future())
+        bisect.insort(self._waiting, waiter, key=lambda other: other.ticket.place)
         if until is not None:
             loop.call_at(until, self.wake)
         return waiter
@@ -150,4 +163,4 @@ class WaitingQueue:
         future = waiter.pair
         if future.done() and not future.cancelled() and future.exception() is None:
             for node in future.result():
-                node.ledger.give_back(waiter.request.request_id)
+                node.give_back(waiter.prompt.request.request_id)

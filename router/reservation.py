@@ -26,11 +26,11 @@ from sluice.engine.protocol import (
     Refused,
     SluiceError,
     TokenChunk,
+    TransferFailed,
 )
 from sluice.router.background import Background
 from sluice.router.events import log_event
-from sluice.router.policy import Pair
-from sluice.router.queue import Ticket
+from sluice.router.queue import Pair, Ticket
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class Reservation:
     """See the module. `request.request_id` is unique to the attempt."""
 
     def __init__(self, pair: Pair, request: GenerateRequest, router_id: str) -> None:
-        self._prefill, self._decode = pair
+        self._prefill, self._decode = pair.prefill, pair.decode
         self._request = request
         self._router_id = router_id
         self._granting: asyncio.Task[PageGrant] | None = None
@@ -55,27 +55,34 @@ class Reservation:
         self._granting = asyncio.create_task(
             self._decode.call(self._decode.client.reserve(self._request, self._router_id))
         )
-        await asyncio.shield(self._granting)
+        with self._decode.judged():
+            await asyncio.shield(self._granting)
 
     async def prefill(self) -> PrefillResult:
         """Compute the prompt and move its pages. Raises TransferFailed or NodeLost."""
         assert self._granting is not None, "prefill before reserve"
         self._may_be_in_flight = True
-        result = await self._prefill.call(
-            self._prefill.client.run(self._request, self._granting.result())
-        )
+        with self._prefill.judged():
+            try:
+                result = await self._prefill.call(
+                    self._prefill.client.run(self._request, self._granting.result())
+                )
+            except TransferFailed as error:
+                self._decode.fail(error)  # either end may be the broken one
+                raise
         if result.finish_reason is None:  # all pages have landed; earlier ends leave them behind
             self._may_be_in_flight = False
-            self._prefill.ledger.give_back(self._request.request_id)
+            self._prefill.give_back(self._request.request_id)
         return result
 
     async def stream(self) -> AsyncIterator[TokenChunk]:
         """Decode's tokens. Raises NodeError."""
         num_tokens = len(self._request.token_ids) + 1  # the first came from prefill
-        async for chunk in self._decode.stream(self._request.request_id):
-            num_tokens += len(chunk.token_ids)
-            self._decode.ledger.grow(self._request.request_id, num_tokens)
-            yield chunk
+        with self._decode.judged():
+            async for chunk in self._decode.stream(self._request.request_id):
+                num_tokens += len(chunk.token_ids)
+                self._decode.ledger.grow(self._request.request_id, num_tokens)
+                yield chunk
 
     async def give_back(self) -> None:
         """End the request on both nodes, then return the credit."""
@@ -83,13 +90,13 @@ class Reservation:
         try:
             grant = await self._grant_if_any()
             in_flight = self._may_be_in_flight and not await self._stop_prefill()
-            self._prefill.ledger.give_back(request_id)
+            self._prefill.give_back(request_id)
             if grant is not None:
                 await self._release(grant, in_flight)
         finally:
             self._decode.close_inbox(request_id)
-            self._prefill.ledger.give_back(request_id)
-            self._decode.ledger.give_back(request_id)
+            self._prefill.give_back(request_id)
+            self._decode.give_back(request_id)
 
     async def _grant_if_any(self) -> PageGrant | None:
         if self._granting is None:
@@ -147,7 +154,7 @@ async def hold(
     except Preempted:
         raise
     except NodeError:
-        ticket.avoid = {node.node_id for node in pair}
+        ticket.avoid = {pair.prefill.node_id, pair.decode.node_id}
         raise
     finally:
         returning = background.spawn(reservation.give_back())

@@ -7,11 +7,12 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from sluice.router.fields import Function, LogitBias, Prompts, Stop, Text
+from sluice.router.fields import Choice, Function, LogitBias, Prompts, Stop, Text, ToolChoice
 from sluice.router.v4_text import TASKS
 
 MAX_CHOICES = 128  # answers to one HTTP request, over all its prompts
 MAX_TOP_LOGPROBS = 20
+MAX_PRIORITY = 1000
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max", "ultra"]
 
@@ -123,6 +124,7 @@ class GenerationSchema(Schema):
     repetition_penalty: float = Field(1.0, gt=0, le=2)
     logit_bias: LogitBias = {}
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)  # in the queue the lower goes first
     stop: Stop = []
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
@@ -164,7 +166,8 @@ class Thinking(Schema):
 class ChatRequest(GenerationSchema):
     messages: list[ChatMessage] = Field(min_length=1)
     tools: list[Tool] = []
-    tool_choice: Literal["none", "auto"] = "auto"
+    tool_choice: Choice = ToolChoice()
+    parallel_tool_calls: bool = True
     thinking: Thinking | None = None
     reasoning_effort: Effort | None = None
     logprobs: bool = False
@@ -175,6 +178,28 @@ class ChatRequest(GenerationSchema):
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: given without logprobs, expected `logprobs: true` too")
         return self
+
+    @model_validator(mode="after")
+    def _tools_to_choose_from(self) -> ChatRequest:
+        names = [tool.function["name"] for tool in self.tools]
+        if not names and not self.parallel_tool_calls:
+            raise ValueError("parallel_tool_calls: given without tools, expected `tools` too")
+        if not names and self.tool_choice.mode == "required":
+            raise ValueError("tool_choice: a call is required, expected `tools` too")
+        if self.tool_choice.name not in (None, *names):
+            raise ValueError(
+                f"tool_choice: no tool {self.tool_choice.name!r}, expected one of "
+                f"{', '.join(names)}"
+            )
+        return self
+
+    @property
+    def must_call(self) -> frozenset[str] | None:
+        """Functions of which one has to be called; None leaves it to the model."""
+        if self.tool_choice.mode != "required":
+            return None
+        names = [tool.function["name"] for tool in self.tools]
+        return frozenset(names if self.tool_choice.name is None else [self.tool_choice.name])
 
     @property
     def num_top_logprobs(self) -> int | None:

@@ -39,8 +39,12 @@ class RunningServer:
 
     @property
     def url(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}"
+        return self.url_at(self.host)
+
+    def url_at(self, host: str) -> str:
+        """The URL under another name or address of this machine."""
+        scheme = "http" if self._service.config.router.tls_cert_file is None else "https"
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     async def stop(self, limit_s: float = STOP_LIMIT_S) -> None:
         """Refuse new requests, let running ones finish for `limit_s`, then close the port."""
@@ -56,7 +60,7 @@ class RunningServer:
 async def serve(service: RouterService, host: str, port: int) -> RunningServer:
     """Bind, start the service, and return once requests are taken. Port 0: any free one.
 
-    Raises ConfigError if the address cannot be used.
+    Raises ConfigError if the address or the certificate cannot be used.
     """
     listener = bind(host, port)
     if not service.api_keys and not _is_loopback(host):
@@ -65,15 +69,12 @@ async def serve(service: RouterService, host: str, port: int) -> RunningServer:
             "set router.api_keys_file, or router.host to 127.0.0.1",
             host,
         )
+    try:
+        server = _Server(_config(service))
+    except ConfigError:
+        listener.close()
+        raise
     await service.start()
-    config = uvicorn.Config(
-        create_app(service),
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        timeout_graceful_shutdown=5,  # by then the service has ended all requests
-    )
-    server = _Server(config)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     listening = asyncio.create_task(server.listening.wait())
     await asyncio.wait({task, listening}, return_when=asyncio.FIRST_COMPLETED)
@@ -82,6 +83,28 @@ async def serve(service: RouterService, host: str, port: int) -> RunningServer:
         task.result()
         raise ConfigError(f"router.port {port}: the server ended before it took requests")
     return RunningServer(service, server, task, host, listener.getsockname()[1])
+
+
+def _config(service: RouterService) -> uvicorn.Config:
+    router = service.config.router
+    config = uvicorn.Config(
+        create_app(service),
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=5,  # by then the service has ended all requests
+        ssl_certfile=router.tls_cert_file,
+        ssl_keyfile=router.tls_key_file,
+    )
+    try:
+        config.load()
+    except OSError as error:  # ssl's own errors are some, too
+        raise ConfigError(
+            f"router.tls_cert_file {router.tls_cert_file}, router.tls_key_file "
+            f"{router.tls_key_file}: {error.strerror or error}; expected a certificate and its "
+            "key in PEM format"
+        ) from error
+    return config
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -16,7 +16,7 @@ from starlette.responses import HTMLResponse
 
 from sluice.engine.protocol import Role, Unavailable
 from sluice.router.admin import cluster_status
-from sluice.router.auth import knows_key
+from sluice.router.auth import opens_admin
 from sluice.router.service import RouterService
 
 HEADERS = {
@@ -33,7 +33,7 @@ def page_routes(service: RouterService) -> APIRouter:
     @routes.get("/")
     async def page(request: Request) -> HTMLResponse:
         given = request.headers.get("authorization", "").encode()
-        allowed = knows_key(service.api_keys, given)
+        allowed = opens_admin(service.api_keys, given)
         view = await _view(service) if allowed else {}
         nonce = secrets.token_urlsafe(16)
         return HTMLResponse(

@@ -48,6 +48,9 @@ class TemplateFormat:
     def parser(self, messages: Sequence[Message], options: ChatOptions) -> OutputParser:
         return PlainParser()
 
+    def grammar(self, messages: Sequence[Message], options: ChatOptions) -> str:
+        return ""  # where there are tools, `render` has refused them
+
 
 def _without_prefix(message: Message) -> Message:
     return {field: value for field, value in message.items() if field != "prefix"}

@@ -26,12 +26,13 @@ ALLOWED = {
     "transfer": {"cache", *WORDS},
     "prefill_node": NODE,
     "decode_node": NODE,
-    "router": {"cache.spec", "cache.keys", *WORDS},
+    "router": {"cache.spec", "cache.keys", "cache.journal", *WORDS},
     "deploy": ALL,
     "benchmarks": ALL,
 }
 TORCH_FREE = (
     "cache/spec.py",
+    "cache/journal.py",
     "engine/protocol.py",
     "engine/config.py",
     "engine/tracing.py",

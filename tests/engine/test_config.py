@@ -44,3 +44,12 @@ def test_paths_are_relative_to_the_config_file(tmp_path):
     config = load_config(path)
     assert config.model.path.resolve() == tmp_path.parent / "weights"
     assert config.model.served_name == "weights"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("tls_cert_file", "cert.pem"), ("cors_origins", ["chat.test"]), ("prefill_policy", "best")],
+)
+def test_a_router_setting_that_cannot_work_is_named(key, value):
+    with pytest.raises(ConfigError, match=key):
+        parse_config({"model": {"path": "m"}, "router": {key: value}})

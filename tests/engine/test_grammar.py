@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from llguidance import LLMatcher
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from sluice.engine.choice import choose
@@ -102,3 +103,13 @@ def test_a_token_outside_the_grammar_is_an_error_that_does_not_quote_it(grammars
     strayed = request(grammars, emitted=[7])
     [choice] = choose(torch.zeros(1, 320), [strayed])
     assert choice.error and choice.error.isalpha()
+
+
+def test_an_output_follows_any_grammar_that_comes_with_the_request(grammars, tokenizer):
+    grammar = LLMatcher.grammar_from_lark('start: "cat" ("," "cat")~2')
+    params = SamplingParams(50, stop_token_ids=(EOS,), grammar=grammar)
+    asked = Request.of(
+        GenerateRequest("r", (5,), params), "g", grammars.matcher_of(grammar, param="tools")
+    )
+    generate(asked)
+    assert tokenizer.decode(asked.token_ids[1:]) == "cat,cat,cat"

@@ -46,6 +46,7 @@ async def api(config_of, start_local):
         return answer.json()
 
     async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:
+        post.pair = pair
         yield post
     await service.stop(limit_s=0)
 
@@ -88,3 +89,17 @@ async def test_a_json_answer_follows_its_schema_from_the_first_token_on(api, tem
         [choice] = answer["choices"]
         value = json.loads(choice["message"]["content"])
         assert set(value) == {"code", "mood"} and choice["finish_reason"] == "stop"
+
+
+async def test_decode_never_computes_a_prompt_whichever_endpoint_asks(api):
+    await api(prompt="The sea was", n=2)
+    await api("chat/completions", messages=[{"role": "user", "content": "The sea"}])
+    await api(prompt="The sea was calm", response_format={"type": "json_object"})
+    families = api.pair.statuses()[1].metrics
+    computed = {
+        labels["kind"]: value
+        for family in families
+        for name, labels, value in family.samples
+        if name == "sluice:computed_tokens_total"
+    }
+    assert computed.get("decode", 0) > 20 and computed.get("prefill", 0) == 0

@@ -5,7 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+from sluice.cache.spec import unit_tokens
 from sluice.engine.protocol import ConfigError, GenerateRequest, Refused, SamplingParams
+from sluice.router.cached import CachedPrefixes
+from sluice.router.prompt import Prompt
 
 PAGE, WINDOW = 32, 8  # of the tiny checkpoint: Full pools' page, sliding window
 CACHED = {"prefix_cache": True, "resume_every_tokens": 32}
@@ -216,3 +219,17 @@ def test_where_only_window_and_state_are_gone_the_last_window_is_computed_again(
         assert [first.token_id, *tokens] == single.generate(turn)[0]
         assert first.num_cached_tokens == expected_hit
         expected_hit = 10 * PAGE  # where prompts turned off before, later ones resume
+
+
+def test_both_nodes_tell_which_prefixes_they_have_in_keys_that_the_router_computes(
+    config, start_local
+):
+    pair, rng = start_local(config), random.Random(5)
+    asked = request(random_tokens(rng, 3 * PAGE + 5), max_tokens=2, salt="tenant")
+    pair.generate(asked)
+    told = [pair.prefill.status(0).result(30), pair.decode.status("router", 0).result(30)]
+    for info, status in zip((pair.prefill.info, pair.decode.info), told, strict=True):
+        cached = CachedPrefixes(info.fingerprint, unit_tokens(info.specs))
+        cached.take(status.cached)
+        assert cached.num_tokens(Prompt(asked)) == 3 * PAGE
+        assert cached.num_tokens(Prompt(replace(asked, cache_salt="other"))) == 0

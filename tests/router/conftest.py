@@ -17,6 +17,7 @@ import httpx
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from sluice.cache.journal import Journal
 from sluice.cache.spec import Full, PoolSpec, Window
 from sluice.engine.config import SluiceConfig, parse_config
 from sluice.engine.protocol import (
@@ -141,6 +142,7 @@ class ScriptedNode:
         self.dead = False
         self.faults: list[Exception] = []
         self.calls: list[str] = []
+        self.journal = Journal()  # what it says it has cached
 
     async def enter(self, call: str) -> None:
         await asyncio.sleep(0)
@@ -158,12 +160,13 @@ class ScriptedNode:
     def running(self) -> int:
         raise NotImplementedError
 
-    async def status(self, router_id: str) -> NodeStatus:
+    async def status(self, router_id: str, cache_version: int | None = None) -> NodeStatus:
         await self.enter("status")
         pools = {"pages": {"free": self.info.num_pages[FULL], "used": 0, "cached": 0}}
         sample = ("sluice:transfer_bytes_total", {"pool": "pages"}, 7.0)
         family = MetricFamily("sluice:transfer_bytes", "counter", "Bytes moved.", (sample,))
-        return NodeStatus(self.info.node_id, self.running(), 0, pools, (family,))
+        cached = self.journal.since(cache_version or 0)
+        return NodeStatus(self.info.node_id, self.running(), 0, pools, (family,), cached)
 
 
 class ScriptedPrefill(ScriptedNode):

@@ -51,7 +51,7 @@ PHASES = ["queued", "reserving", "prefilling", "handed over", "decoding"]
     [*((phase, True) for phase in PHASES), *((p, False) for p in PHASES[:-1])],
 )
 async def test_leaving_frees_everything(world, phase, streamed):
-    for _ in range(10):
+    for _ in range(200):
         block(world, phase)
         request = world.raw(stream=streamed, max_tokens=200)
         await reach(world, phase, request)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 
-from sluice.engine.protocol import NodeLost
+from sluice.engine.protocol import GenerateRequest, NodeLost, SamplingParams
+from sluice.router.prompt import Prompt
 
 
 async def test_no_node_is_503_at_once_and_recovers(make_world):
@@ -111,8 +112,41 @@ async def test_a_draining_node_finishes_and_gets_nothing_new(world):
     await idle
 
 
+async def test_the_lower_priority_goes_first_and_equals_by_arrival(make_world):
+    world = await make_world()
+    prefill = world.add_prefill(max_running_requests=1)
+    world.add_decode(max_running_requests=1)
+    seen = world.seen_requests()
+    prefill.gate.clear()
+    sent = [(40, 0), (3, 5), (60, -1), (1, 0), (9, -1)]  # the first is on its way at once
+    waiting = [asyncio.create_task(world.complete([9] * n, priority=p)) for n, p in sent]
+    await world.until(lambda: len(world.service.queue) == 4)
+    prefill.gate.set()
+    assert all(answer.status_code == 200 for answer in await asyncio.gather(*waiting))
+    assert [len(request.token_ids) for request in seen] == [40, 60, 9, 1, 3]
+    refused = await world.complete(priority=10**6)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "priority"
+
+
+async def test_prompts_go_where_their_beginning_is_cached(make_world):
+    world = await make_world()
+    nodes = [world.add_prefill(f"prefill-{number}") for number in range(3)]
+    world.add_decode()
+    beginning = list(range(10, 50))  # two units of 16 tokens, and a half
+    for turn in range(4):
+        await world.complete([*beginning, *range(60, 60 + turn)])
+    assert sorted(node.calls.count("run") for node in nodes) == [0, 0, 4]
+    told = nodes[0] if not nodes[0].calls else nodes[1]
+    other = list(range(100, 140))
+    for key in Prompt(GenerateRequest("r", tuple(other), SamplingParams(1))).keys("f", 16):
+        told.journal.add(key)
+    await world.http.get("/admin/status")  # the router looks at its nodes
+    await world.complete(other)
+    assert told.calls == ["run"]
+
+
 async def test_policies_spread_work(make_world):
-    for policy in ("round_robin", "least_loaded"):
+    for policy in ("round_robin", "least_loaded", "cache_aware"):
         world = await make_world(router={"decode_policy": policy, "prefill_policy": policy})
         world.add_prefill()
         nodes = [world.add_decode(f"decode-{number}") for number in range(3)]

@@ -178,3 +178,35 @@ async def test_a_begun_answer_goes_on_as_content(v4):
     body = {"model": "tiny", "messages": messages, "max_tokens": 20}
     [choice] = (await v4.http.post("/v1/chat/completions", json=body)).json()["choices"]
     assert choice["message"] == {"role": "assistant", "content": " world"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "constrained"),
+    [
+        ({}, False),
+        ({"tool_choice": "required"}, True),
+        ({"tool_choice": {"type": "function", "function": {"name": "weather"}}}, True),
+        ({"parallel_tool_calls": False}, True),
+        ({"tool_choice": "none", "parallel_tool_calls": False}, False),
+    ],
+)
+async def test_nodes_get_a_grammar_where_calls_are_not_left_to_the_model(v4, fields, constrained):
+    answers(v4, f"hm</think>{CALL}")
+    seen = v4.seen_requests()
+    answer = await v4.chat(tools=TOOLS, max_tokens=600, **fields)
+    assert answer.status_code == 200, answer.text
+    assert bool(seen[0].sampling.grammar) is constrained
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tool_choice": {"type": "function", "function": {"name": "rain"}}}, "tool_choice"),
+        ({"tool_choice": "any"}, "tool_choice"),
+        ({"tool_choice": "required", "min_tokens": 3}, "min_tokens"),
+    ],
+)
+async def test_choices_that_no_call_can_satisfy_are_refused(v4, fields, param):
+    answer = await v4.chat(tools=TOOLS, **fields)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param
+    assert not v4.prefills["prefill-0"].calls

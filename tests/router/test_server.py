@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import subprocess
 
 import httpx
 import openai
 import pytest
 
-from sluice.engine.protocol import ConfigError
+from sluice.deploy.http_client import RouterClient
+from sluice.engine.protocol import ConfigError, Unavailable
+from sluice.router import streaming
 from sluice.router.server import bind, serve
 
 
@@ -86,6 +89,31 @@ async def test_a_client_that_reads_slowly_holds_bounded_memory(world, server):
     writer.close()
 
 
+async def test_a_client_that_never_reads_costs_one_full_buffer_and_is_then_given_up(
+    world, server, monkeypatch
+):
+    monkeypatch.setattr(streaming, "SEND_LIMIT_S", 0.5)
+    [listener] = server._server.servers[0].sockets
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.connect((server.host, server.port))
+    body = b'{"model": "tiny", "prompt": "a", "max_tokens": 250, "stream": true, "logprobs": 20}'
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    client.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+    unsent_bytes = []
+
+    def given_up() -> bool:
+        connections = server._server.server_state.connections
+        unsent_bytes.extend(c.transport.get_write_buffer_size() for c in connections)
+        return "release" in world.decodes["decode-0"].calls
+
+    await world.until(given_up)
+    await world.until(world.quiescent)
+    assert 64 << 10 <= max(unsent_bytes) < 80 << 10  # of some 300 kB; asyncio stops at 64 kB
+    client.close()
+
+
 async def test_a_taken_port_is_a_config_error_with_the_way_out(world, server):
     with pytest.raises(ConfigError, match=rf"router.port {server.port}.*or 0"):
         await serve(world.service, "127.0.0.1", server.port)
@@ -114,3 +142,32 @@ async def test_binding_to_the_network_without_keys_warns(world, caplog):
     server = await serve(world.service, "0.0.0.0", 0)
     await server.stop(limit_s=0)
     assert "api_keys_file" in caplog.text
+
+
+@pytest.fixture
+def certificate(tmp_path):
+    """Files of a self-signed certificate and its key."""
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+    command += ["-nodes", "-subj", "/CN=router.test", "-keyout", str(key), "-out", str(cert)]
+    subprocess.run(command, check=True, capture_output=True)
+    return cert, key
+
+
+async def test_https_is_served_to_those_who_trust_the_certificate(make_world, certificate):
+    cert, key = certificate
+    world = await make_world(router={"tls_cert_file": str(cert), "tls_key_file": str(key)})
+    server = await serve(world.service, "127.0.0.1", 0)
+    assert server.url.startswith("https://")
+    with RouterClient(server.url, certificate=cert) as router:
+        assert await asyncio.to_thread(router.model) == "tiny"
+    with RouterClient(server.url) as stranger, pytest.raises(Unavailable):
+        await asyncio.to_thread(stranger.model)
+    await server.stop(limit_s=0)
+
+
+async def test_a_certificate_that_cannot_be_used_is_a_config_error(make_world, certificate):
+    cert, _ = certificate
+    world = await make_world(router={"tls_cert_file": str(cert), "tls_key_file": str(cert)})
+    with pytest.raises(ConfigError, match="tls_key_file"):
+        await serve(world.service, "127.0.0.1", 0)

@@ -50,12 +50,52 @@ async def test_keys_open_everything_but_probes(make_world, tmp_path):
     assert good.status_code == 200
 
 
+async def test_admin_endpoints_want_an_admin_key_where_the_file_has_some(make_world, tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("user\nadmin: operator\n")
+    world = await make_world(router={"api_keys_file": str(keys)})
+    seen = {}
+    for key in ("user", "operator", "admin:operator", "admin:", "admin:user"):
+        headers = {"authorization": f"Bearer {key}"}
+        paths = ("/v1/models", "/admin/status")
+        seen[key] = [(await world.http.get(path, headers=headers)).status_code for path in paths]
+        body = {"node": "decode-0"}
+        drain = await world.http.post("/admin/drain", json=body, headers=headers)
+        assert drain.status_code != 200
+    assert seen.pop("user") == [200, 403] and seen.pop("operator") == [200, 200]
+    assert set(map(tuple, seen.values())) == {(401, 401)}
+
+
+async def test_no_key_is_shown_in_logs_or_answers(make_world, tmp_path, caplog):
+    keys = tmp_path / "keys"
+    keys.write_text("user-secret\nadmin:admin-secret\n")
+    caplog.set_level(0)
+    world = await make_world(router={"api_keys_file": str(keys)})
+    answers = [
+        await world.http.get("/admin/status", headers={"authorization": f"Bearer {key}"})
+        for key in ("user-secret", "guess-secret")
+    ]
+    shown = caplog.text + "".join(answer.text for answer in answers) + repr(world.service.api_keys)
+    assert "secret" not in shown.replace("secrets", "")
+
+
+async def test_browsers_of_other_origins_are_let_in_by_configuration_alone(make_world):
+    asked = {"origin": "https://chat.test", "access-control-request-method": "POST"}
+    for settings, allowed in (({}, None), ({"cors_origins": ["https://chat.test"]}, asked)):
+        world = await make_world(router=settings)
+        for headers in (asked, {**asked, "origin": "https://evil.test"}):
+            answer = await world.http.options("/v1/chat/completions", headers=headers)
+            shown = answer.headers.get("access-control-allow-origin")
+            assert shown == (allowed["origin"] if allowed and headers is asked else None)
+
+
 def test_key_files_that_cannot_work_are_refused(checkpoint, tmp_path):
     from sluice.engine.config import parse_config
     from sluice.router.service import RouterService
 
     (tmp_path / "empty").write_text("# none\n")
-    for name in ("empty", "missing"):
+    (tmp_path / "half").write_text("key\nadmin:\n")
+    for name in ("empty", "missing", "half"):
         model, keys = {"path": str(checkpoint)}, {"api_keys_file": str(tmp_path / name)}
         with pytest.raises(ConfigError, match="api_keys_file"):
             RouterService(parse_config({"model": model, "router": keys}), None)

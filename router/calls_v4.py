@@ -1,0 +1,120 @@
+"""Grammars of DeepSeek-V4's tool calls: which outputs call which functions with which arguments.
+
+    reasoning </think> <tool_calls> { <invoke> { <parameter> value </parameter> } </invoke> } ...
+
+Written for llguidance. Arguments come in the order of their schema, required ones always; strings
+are any text up to the parameter's end (or one of an enum), everything else is JSON of its schema.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from llguidance import LLMatcher
+
+from sluice.engine.protocol import InvalidRequest
+from sluice.router import v4_text as v4
+
+Schema = Mapping[str, Any]
+
+NEW_LINE = "\n"
+AS_TEXT, AS_JSON = '" string="true">', '" string="false">'
+
+NO_STRINGS = frozenset({"number", "integer", "boolean", "array", "object", "null"})
+# JSON as the model was shown it. Left to itself, a weak model writes white space for ever.
+SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+def calls_grammar(
+    tools: Sequence[Schema], *, must: bool, parallel: bool, end_think_id: int | None
+) -> str:
+    """A grammar for outputs that call these functions.
+
+    must: there is nothing but a call, else text may come before it, or without one. parallel: there
+    may be several calls. end_think_id: the output begins with reasoning, which this token ends.
+    Raises InvalidRequest for schemas that no grammar can be made of.
+    """
+    thought = "" if end_think_id is None else f"THOUGHT? <[{end_think_id}]> "
+    opened = _text("\n\n", v4.OPEN_CALLS) if must else "before"
+    rules = [
+        f"start: {thought}{'calls' if must else '(TEXT? | calls)'}",
+        _without("THOUGHT", v4.END_THINK),
+        _without("TEXT", v4.OPEN_CALLS),
+        f"before[lazy]: /(.|\\n)*{_regex(v4.OPEN_CALLS)}/",
+        f"calls: {opened} call{'+' if parallel else ''} {_text(NEW_LINE, v4.CLOSE_CALLS)}",
+        "call: " + " | ".join(f"call_{index}" for index in range(len(tools))),
+        *(rule for index, tool in enumerate(tools) for rule in _function(f"call_{index}", tool)),
+        *_any_parameter(),
+    ]
+    grammar = str(LLMatcher.grammar_from_lark("\n".join(rules)))
+    if problem := LLMatcher.validate_grammar(grammar):
+        raise InvalidRequest(
+            f"tools: their schemas are not supported with this tool_choice: {problem}",
+            param="tools",
+        )
+    return grammar
+
+
+def _any_parameter() -> Iterator[str]:
+    """Rules for values, and for the arguments of a function that does not say which it has."""
+    head, end = _text(f'<{v4.DSML}parameter name="'), _text(v4.CLOSE_PARAMETER)
+    yield f"value[lazy]: /(.|\\n)*{_regex(v4.CLOSE_PARAMETER)}/"
+    yield r'NAME: /[^"<>\n]+/'
+    yield f"any: %json {_json({})}"
+    yield f"any_parameter: {head} NAME ({_text(AS_TEXT)} value | {_text(AS_JSON)} any {end})"
+
+
+def _function(rule: str, function: Schema) -> Iterator[str]:
+    """Rules for one call of the function, from the line break before it."""
+    schema = function.get("parameters") or {}
+    properties = schema.get("properties") or {}
+    required = schema.get("required", ())
+    parts = [_text(NEW_LINE, f'<{v4.DSML}invoke name="{function["name"]}">', NEW_LINE)]
+    for index, (name, value) in enumerate(properties.items()):
+        parameter, optional = f"{rule}_{index}", "" if name in required else "?"
+        parts.append(f"({parameter} {_text(NEW_LINE)}){optional}")
+        yield f"{parameter}: {_parameter(name, _with_definitions(value, schema))}"
+    if not properties:
+        parts.append(f"(any_parameter {_text(NEW_LINE)})*")
+    yield f"{rule}: {' '.join(parts)} {_text(v4.CLOSE_INVOKE)}"
+
+
+def _parameter(name: str, schema: Schema) -> str:
+    """The alternatives of one parameter, from its tag to its end."""
+    head = f'<{v4.DSML}parameter name="{name}'
+    choices = [schema["const"]] if "const" in schema else schema.get("enum")
+    if choices and all(isinstance(choice, str) for choice in choices):
+        return " | ".join(_text(head, AS_TEXT, c, v4.CLOSE_PARAMETER) for c in choices)
+    as_text = f"{_text(head, AS_TEXT)} value"
+    as_json = f"{_text(head, AS_JSON)} %json {_json(schema)} {_text(v4.CLOSE_PARAMETER)}"
+    if schema.get("type") == "string":
+        return as_text
+    if choices or schema.get("type") in NO_STRINGS:
+        return as_json
+    return f"{as_text} | {as_json}"
+
+
+def _with_definitions(value: Any, root: Schema) -> Schema:
+    """The property's schema, with what its references point at."""
+    shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
+    return {**shared, **value} if isinstance(value, dict) else shared
+
+
+def _json(schema: Schema) -> str:
+    return json.dumps({**schema, "x-guidance": SEPARATORS}, ensure_ascii=False)
+
+
+def _without(rule: str, marker: str) -> str:
+    """A terminal for any text that does not contain the marker."""
+    return rf"{rule}: /(.|\n)*/ & ~/(.|\n)*{_regex(marker)}(.|\n)*/"
+
+
+def _regex(text: str) -> str:
+    return text.replace("/", r"\/")
+
+
+def _text(*parts: str) -> str:
+    """These very characters, as a grammar writes them."""
+    return json.dumps("".join(parts), ensure_ascii=False)
