@@ -1,0 +1,364 @@
+"""Products with weights that are plain, FP8 in blocks of 128 x 128, or FP4 in runs of 32 (A8W4).
+
+The two block-scaled kinds are the released models': activations are rounded to e4m3 first, with a
+power of two as the scale of every 128 channels, and sums are fp32. In a grouped product the rows
+are sorted by the matrix that each is multiplied with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sluice.kernels import codes
+from sluice.kernels.aot import Case
+from sluice.kernels.codes import e2m1_value, e4m3_code, tile_exponent, tile_power, ue8m0_scale
+from sluice.kernels.launch import dot, runs_triton
+
+BLOCK = 128  # channels that share a scale, of activations and, both ways, of FP8 weights
+RUN = 32  # input channels that share a scale of FP4 weights
+TILE_ROWS = (16, 64)  # of a program, for few rows and for many
+TILE_COLUMNS = 128
+PLAIN, FP8, FP4 = 0, 8, 4
+
+
+@dataclass(frozen=True)
+class BlockScaled:
+    """A weight [..., out, in] in few bits. Leading dimensions are matrices of a group.
+
+    codes: float8_e4m3fn [..., out, in], or uint8 [..., out, in // 2]: two e2m1 in a byte, the even
+        channel's low.
+    scale: ue8m0 bytes, uint8: [..., ceil(out / 128), ceil(in / 128)], or [..., out, in // 32].
+    """
+
+    codes: Tensor
+    scale: Tensor
+
+    @property
+    def kind(self) -> int:
+        return FP4 if self.codes.dtype == torch.uint8 else FP8
+
+    def __getitem__(self, matrix: int) -> BlockScaled:
+        return BlockScaled(self.codes[matrix], self.scale[matrix])
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    @property
+    def out(self) -> int:
+        return self.codes.shape[-2]
+
+    def plain(self) -> Tensor:
+        """The weight in fp32, [..., out, in]."""
+        scale = codes.from_ue8m0(self.scale)
+        if self.kind == FP4:
+            return codes.decode_e2m1(self.codes) * scale.repeat_interleave(RUN, -1)
+        values = self.codes.float()
+        scale = scale.repeat_interleave(BLOCK, -2)[..., : values.shape[-2], :]
+        return values * scale.repeat_interleave(BLOCK, -1)[..., : values.shape[-1]]
+
+
+Weight = Tensor | BlockScaled
+
+
+def linear(x: Tensor, weight: Weight) -> Tensor:
+    """`x @ weight.T`: [n, out] of x's dtype.
+
+    x: [n, in]; weight: [out, in], of x's dtype or block-scaled.
+    """
+    if not runs_triton(x):
+        return linear_reference(x, weight)
+    result = x.new_empty(len(x), _out(weight))
+    tiles = _Tiles.of_one(x) if len(x) else None
+    return result if tiles is None else _launch(x, None, weight, tiles, result)
+
+
+def grouped_linear(x: Tensor, weight: Weight, counts: Tensor, rows: Tensor | None = None) -> Tensor:
+    """Sorted rows, each times its own matrix: [n, out] of x's dtype.
+
+    x: [num_rows, in]; rows: [n] int64, the row of x that each row of the result is made from, or
+        None for all in turn. weight: [num_matrices, out, in], of x's dtype or block-scaled.
+    counts: [num_matrices] int64: that many rows of the result are of each matrix in turn. Shapes do
+        not depend on it, and it is not waited for on a device.
+    """
+    if not runs_triton(x):
+        return grouped_linear_reference(x, weight, counts, rows)
+    n = len(x) if rows is None else len(rows)
+    result = x.new_empty(n, _out(weight))
+    return _launch(x, rows, weight, _Tiles.of(counts, n), result) if n else result
+
+
+def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Activations [n, in] as e4m3 codes (uint8, the same shape) and fp32 scales [n, ceil(in/128)].
+
+    Scales are powers of two, one for every 128 channels.
+    """
+    if not runs_triton(x):
+        return quantise_reference(x)
+    n, channels = x.shape
+    result = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+    scale = x.new_empty(n, triton.cdiv(channels, BLOCK), dtype=torch.float32)
+    if n:
+        x = x.contiguous()
+        _quantise[(n, scale.shape[1])](x, result, scale, channels, BLOCK=BLOCK, num_warps=1)
+    return result, scale
+
+
+def linear_reference(x: Tensor, weight: Weight) -> Tensor:
+    """`linear` in torch."""
+    if isinstance(weight, Tensor):
+        return F.linear(x, weight)
+    rounded, scale = quantise_reference(x)
+    values = codes.decode_e4m3(rounded) * scale.repeat_interleave(BLOCK, 1)[:, : x.shape[1]]
+    return F.linear(values, weight.plain()).to(x.dtype)
+
+
+def grouped_linear_reference(
+    x: Tensor, weight: Weight, counts: Tensor, rows: Tensor | None = None
+) -> Tensor:
+    """`grouped_linear` in torch, one matrix at a time."""
+    sorted_x = x if rows is None else x[rows]
+    groups = sorted_x.split(counts.tolist())
+    parts = [linear_reference(group, weight[e]) for e, group in enumerate(groups) if len(group)]
+    return torch.cat(parts) if parts else sorted_x.new_empty(0, _out(weight))
+
+
+def quantise_reference(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`quantise` in torch."""
+    channels = x.shape[1]
+    tiles = F.pad(x.float(), (0, -channels % BLOCK)).unflatten(1, (-1, BLOCK))
+    exponent = codes.scale_exponent(tiles.abs().amax(-1), "e4m3")
+    rounded = codes.encode_e4m3(tiles * codes.power_of_two(-exponent).unsqueeze(-1))
+    return rounded.flatten(1)[:, :channels].contiguous(), codes.power_of_two(exponent)
+
+
+def _out(weight: Weight) -> int:
+    return weight.shape[-2] if isinstance(weight, Tensor) else weight.out
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    """Tiles of rows that share a matrix: the first row and matrix of each, and matrices' ends.
+
+    There are as many as there could be; those that are not needed begin at their matrix's end.
+    """
+
+    first: Tensor | None
+    matrix: Tensor | None
+    ends: Tensor | None
+    num_tiles: int
+    rows: int  # of a tile
+
+    @classmethod
+    def of_one(cls, x: Tensor) -> _Tiles:
+        rows = _tile_rows(len(x))
+        return cls(None, None, None, triton.cdiv(len(x), rows), rows)
+
+    @classmethod
+    def of(cls, counts: Tensor, num_rows: int) -> _Tiles:
+        rows = _tile_rows(triton.cdiv(num_rows, len(counts)))
+        num_tiles = triton.cdiv(num_rows, rows) + len(counts) - 1
+        ends, tiles = counts.cumsum(0), torch.div(counts + rows - 1, rows, rounding_mode="floor")
+        tile_ends = tiles.cumsum(0)
+        place = torch.arange(num_tiles, device=counts.device)
+        matrix = torch.searchsorted(tile_ends, place, right=True).clamp(max=len(counts) - 1)
+        within = place - (tile_ends - tiles)[matrix]
+        return cls((ends - counts)[matrix] + within * rows, matrix, ends, num_tiles, rows)
+
+
+def _tile_rows(num_rows: int) -> int:
+    few, many = TILE_ROWS
+    return many if num_rows > few else few
+
+
+def _launch(
+    x: Tensor, rows: Tensor | None, weight: Weight, tiles: _Tiles, result: Tensor
+) -> Tensor:
+    kind, values, weight_scale = PLAIN, weight, None
+    x, x_scale, channels = x.contiguous(), None, x.shape[1]
+    if isinstance(weight, BlockScaled):
+        kind, values, weight_scale = weight.kind, weight.codes.view(torch.uint8), weight.scale
+        x, x_scale = quantise(x)
+    assert isinstance(values, Tensor) and values.is_contiguous(), "matrices lie one after another"
+    out = result.shape[1]
+    _matmul[(tiles.num_tiles, triton.cdiv(out, TILE_COLUMNS))](
+        x,
+        x_scale,
+        rows,
+        values,
+        weight_scale,
+        result,
+        tiles.first,
+        tiles.matrix,
+        tiles.ends,
+        len(result),
+        out,
+        channels,
+        KIND=kind,
+        TILE_ROWS=tiles.rows,
+        TILE_COLUMNS=TILE_COLUMNS,
+        TILE_DEPTH=_depth(kind, x.element_size()),
+        num_warps=4,
+    )
+    return result
+
+
+def _depth(kind: int, element_bytes: int) -> int:
+    """Channels a step: a scale's block, or 128 bytes a row."""
+    return BLOCK if kind != PLAIN else 128 // element_bytes
+
+
+@triton.jit
+def _quantise(
+    x: tl.tensor, result: tl.tensor, scale: tl.tensor, channels: tl.tensor, BLOCK: tl.constexpr
+) -> None:
+    """Program (row, block) rounds BLOCK channels of x [n, channels] to codes and their scale."""
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    channel = block * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(x + row * channels + channel, mask=channel < channels, other=0).to(tl.float32)
+    is_nan = tl.max((values != values).to(tl.int32), 0)
+    exponent = tile_exponent(tl.max(tl.abs(values), 0), is_nan != 0, 448.0, 1e-4)
+    code = e4m3_code(values * tile_power(-exponent))
+    tl.store(result + row * channels + channel, code, mask=channel < channels)
+    tl.store(scale + row * tl.num_programs(1) + block, tile_power(exponent))
+
+
+@triton.jit
+def _matmul(
+    x: tl.tensor,
+    x_scale: tl.tensor,
+    rows: tl.tensor,
+    weight: tl.tensor,
+    weight_scale: tl.tensor,
+    result: tl.tensor,
+    tile_first: tl.tensor,
+    tile_matrix: tl.tensor,
+    ends: tl.tensor,
+    num_rows: tl.tensor,
+    out: tl.tensor,
+    channels: tl.tensor,
+    KIND: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+    TILE_DEPTH: tl.constexpr,
+) -> None:
+    """Program (tile, part) writes TILE_ROWS x TILE_COLUMNS of result [num_rows, out].
+
+    x: [*, channels], of which row i is `rows[i]`, or i without rows; plain, or e4m3 codes with
+    x_scale fp32 [*, ceil(channels / 128)]. weight: [num_matrices, out, channels] plain (KIND 0) or
+    e4m3 (8), or [num_matrices, out, channels // 2] (4), with weight_scale as in `BlockScaled`.
+    tile_first, tile_matrix, ends: see `_Tiles`; None for one matrix.
+    """
+    tile = tl.program_id(0)
+    first, end, matrix = tile * TILE_ROWS, num_rows, 0
+    if tile_first is not None:
+        first, matrix = tl.load(tile_first + tile), tl.load(tile_matrix + tile)
+        end = tl.load(ends + matrix)
+    row = (first + tl.arange(0, TILE_ROWS)).to(tl.int64)
+    real = row < end
+    source = row
+    if rows is not None:
+        source = tl.load(rows + row, mask=real, other=0)
+    column = (tl.program_id(1) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)).to(tl.int64)
+    inside = column < out
+    line = matrix * out.to(tl.int64) + column  # of all matrices' rows
+    num_blocks = tl.cdiv(channels, 128)
+
+    acc = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
+    # Tiles that are not needed multiply nothing.
+    for start in range(0, tl.where(first < end, channels, 0), TILE_DEPTH):
+        if KIND == 4:
+            byte = start // 2 + tl.arange(0, TILE_DEPTH // 2)
+            held = byte[None, :] < channels // 2
+            packed = tl.load(
+                weight + line[:, None] * (channels // 2) + byte[None, :],
+                mask=inside[:, None] & held,
+                other=0,
+            ).to(tl.int32)
+            scale = tl.load(
+                weight_scale + line[:, None] * (channels // 32) + byte[None, :] // 16,
+                mask=inside[:, None] & held,
+                other=0,
+            )
+            scale = ue8m0_scale(scale)
+            even_at = x + source[:, None] * channels + 2 * byte[None, :]
+            even = tl.load(even_at, mask=real[:, None] & held, other=0)
+            odd = tl.load(even_at + 1, mask=real[:, None] & held, other=0)
+            even = even.to(tl.float8e4nv, bitcast=True).to(tl.bfloat16)
+            odd = odd.to(tl.float8e4nv, bitcast=True).to(tl.bfloat16)
+            # Exact in bf16: two bits of mantissa, and fp32's range of exponents.
+            low = (e2m1_value(packed & 15) * scale).to(tl.bfloat16)
+            high = (e2m1_value(packed >> 4) * scale).to(tl.bfloat16)
+            partial = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
+            partial = dot(even, tl.trans(low), partial)
+            partial = dot(odd, tl.trans(high), partial)
+        else:
+            channel = start + tl.arange(0, TILE_DEPTH)
+            held = channel[None, :] < channels
+            a = tl.load(
+                x + source[:, None] * channels + channel[None, :],
+                mask=real[:, None] & held,
+                other=0,
+            )
+            b = tl.load(
+                weight + line[:, None] * channels + channel[None, :],
+                mask=inside[:, None] & held,
+                other=0,
+            )
+        if KIND == 0:
+            acc = dot(a, tl.trans(b), acc)
+        else:
+            block = start // 128
+            factor = tl.load(x_scale + source * num_blocks + block, mask=real, other=0)[:, None]
+            if KIND == 8:
+                a = a.to(tl.float8e4nv, bitcast=True)
+                b = b.to(tl.float8e4nv, bitcast=True)
+                partial = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
+                partial = dot(a, tl.trans(b), partial)
+                lines = matrix * tl.cdiv(out, 128) + column // 128
+                scale = tl.load(weight_scale + lines * num_blocks + block, mask=inside, other=0)
+                factor = factor * ue8m0_scale(scale)[None, :]
+            acc += partial * factor
+    tl.store(
+        result + row[:, None] * out + column[None, :],
+        acc.to(result.dtype.element_ty),
+        mask=real[:, None] & inside[None, :],
+    )
+
+
+_SIZES = {"num_rows": "i32", "out": "i32:16", "channels": "i32:16"}
+_GROUPS = {"rows": "*i64:16", "tile_first": "*i64:16", "tile_matrix": "*i64:16", "ends": "*i64:16"}
+_SCALED = {"x": "*u8:16", "x_scale": "*fp32:16", "weight": "*u8:16", "weight_scale": "*u8:16"}
+_PLAIN = {"x": "*bf16:16", "weight": "*bf16:16"}
+_RESULT = {"result": "*bf16:16"}
+AOT = (
+    Case(
+        _quantise,
+        "bf16",
+        {"x": "*bf16:16", "result": "*u8:16", "scale": "*fp32:16", "channels": "i32:16"},
+        {"BLOCK": BLOCK},
+        num_warps=1,
+    ),
+    *(
+        Case(
+            _matmul,
+            f"{kind} {'experts' if groups else 'matrix'}, {tile_rows} rows",
+            operands | groups | _RESULT | _SIZES,
+            {"KIND": number, "TILE_ROWS": tile_rows, "TILE_COLUMNS": TILE_COLUMNS}
+            | {"TILE_DEPTH": _depth(number, 2)},
+        )
+        for kind, number, operands, groups, tile_rows in (
+            ("bf16", PLAIN, _PLAIN, _GROUPS, 16),
+            ("bf16", PLAIN, _PLAIN, _GROUPS, 64),
+            ("fp8", FP8, _SCALED, {}, 16),
+            ("fp8", FP8, _SCALED, {}, 64),
+            ("fp4", FP4, _SCALED, _GROUPS, 16),
+            ("fp4", FP4, _SCALED, _GROUPS, 64),
+        )
+    ),
+)
