@@ -18,13 +18,14 @@ from torch import Tensor
 from sluice.kernels import codes
 from sluice.kernels.aot import Case
 from sluice.kernels.codes import e2m1_value, e4m3_code, tile_exponent, tile_power, ue8m0_scale
-from sluice.kernels.launch import dot, runs_triton
+from sluice.kernels.launch import dot, num_processors, runs_triton
 
 BLOCK = 128  # channels that share a scale, of activations and, both ways, of FP8 weights
+SPLIT_CHANNELS = 512  # at least, and a multiple of every depth
 RUN = 32  # input channels that share a scale of FP4 weights
-TILE_ROWS = (16, 64)  # of a program, for few rows and for many
-TILE_COLUMNS = 128
+TILE_ROWS = (16, 128)  # of a program: for few rows, and where the weight's bytes are the floor
 PLAIN, FP8, FP4 = 0, 8, 4
+TILE_COLUMNS = {PLAIN: 128, FP8: 128, FP4: 64}  # FP4 takes registers to unpack
 
 
 @dataclass(frozen=True)
@@ -69,13 +70,12 @@ Weight = Tensor | BlockScaled
 def linear(x: Tensor, weight: Weight) -> Tensor:
     """`x @ weight.T`: [n, out] of x's dtype.
 
-    x: [n, in]; weight: [out, in], of x's dtype or block-scaled.
+    x: [n, in]; weight: [out, in], of x's dtype (torch multiplies that) or block-scaled.
     """
-    if not runs_triton(x):
+    if isinstance(weight, Tensor) or not runs_triton(x):
         return linear_reference(x, weight)
     result = x.new_empty(len(x), _out(weight))
-    tiles = _Tiles.of_one(x) if len(x) else None
-    return result if tiles is None else _launch(x, None, weight, tiles, result)
+    return _launch(x, None, weight, _Tiles.of_one(x), result) if len(x) else result
 
 
 def grouped_linear(x: Tensor, weight: Weight, counts: Tensor, rows: Tensor | None = None) -> Tensor:
@@ -186,13 +186,20 @@ def _launch(
         x, x_scale = quantise(x)
     assert isinstance(values, Tensor) and values.is_contiguous(), "matrices lie one after another"
     out = result.shape[1]
-    _matmul[(tiles.num_tiles, triton.cdiv(out, TILE_COLUMNS))](
+    num_parts = triton.cdiv(out, TILE_COLUMNS[kind])
+    num_splits = _num_splits(x, tiles, num_parts, channels)
+    sums = (
+        result
+        if num_splits == 1
+        else result.new_empty(num_splits, *result.shape, dtype=torch.float32)
+    )
+    _matmul[(tiles.num_tiles, num_parts, num_splits)](
         x,
         x_scale,
         rows,
         values,
         weight_scale,
-        result,
+        sums,
         tiles.first,
         tiles.matrix,
         tiles.ends,
@@ -201,16 +208,28 @@ def _launch(
         channels,
         KIND=kind,
         TILE_ROWS=tiles.rows,
-        TILE_COLUMNS=TILE_COLUMNS,
+        TILE_COLUMNS=TILE_COLUMNS[kind],
         TILE_DEPTH=_depth(kind, x.element_size()),
-        num_warps=4,
+        SPLIT=triton.cdiv(triton.cdiv(channels, num_splits), SPLIT_CHANNELS) * SPLIT_CHANNELS,
+        num_warps=_num_warps(tiles.rows),
     )
-    return result
+    return result if sums is result else sums.sum(0).to(result.dtype)
+
+
+def _num_splits(x: Tensor, tiles: _Tiles, num_parts: int, channels: int) -> int:
+    """Into how many sums over channels the work of one small tile is cut, to fill the device."""
+    if tiles.num_tiles > 1 or tiles.rows > TILE_ROWS[0]:
+        return 1
+    return max(1, min(num_processors(x) // num_parts, channels // SPLIT_CHANNELS))
 
 
 def _depth(kind: int, element_bytes: int) -> int:
     """Channels a step: a scale's block, or 128 bytes a row."""
     return BLOCK if kind != PLAIN else 128 // element_bytes
+
+
+def _num_warps(tile_rows: int) -> int:
+    return 4 if tile_rows < TILE_ROWS[1] else 8
 
 
 @triton.jit
@@ -246,8 +265,12 @@ def _matmul(
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
     TILE_DEPTH: tl.constexpr,
+    SPLIT: tl.constexpr,
 ) -> None:
-    """Program (tile, part) writes TILE_ROWS x TILE_COLUMNS of result [num_rows, out].
+    """Program (tile, part, split) writes TILE_ROWS x TILE_COLUMNS of result [num_rows, out].
+
+    Where there are several splits, result is [num_splits, num_rows, out], of sums over SPLIT
+    channels each.
 
     x: [*, channels], of which row i is `rows[i]`, or i without rows; plain, or e4m3 codes with
     x_scale fp32 [*, ceil(channels / 128)]. weight: [num_matrices, out, channels] plain (KIND 0) or
@@ -270,30 +293,33 @@ def _matmul(
     num_blocks = tl.cdiv(channels, 128)
 
     acc = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
+    split = tl.program_id(2)
+    stop = tl.minimum(split * SPLIT + SPLIT, channels)
     # Tiles that are not needed multiply nothing.
-    for start in range(0, tl.where(first < end, channels, 0), TILE_DEPTH):
+    for start in range(split * SPLIT, tl.where(first < end, stop, 0), TILE_DEPTH):
         if KIND == 4:
             byte = start // 2 + tl.arange(0, TILE_DEPTH // 2)
             held = byte[None, :] < channels // 2
-            packed = tl.load(
-                weight + line[:, None] * (channels // 2) + byte[None, :],
-                mask=inside[:, None] & held,
-                other=0,
-            ).to(tl.int32)
-            scale = tl.load(
-                weight_scale + line[:, None] * (channels // 32) + byte[None, :] // 16,
-                mask=inside[:, None] & held,
-                other=0,
-            )
-            scale = ue8m0_scale(scale)
             even_at = x + source[:, None] * channels + 2 * byte[None, :]
             even = tl.load(even_at, mask=real[:, None] & held, other=0)
             odd = tl.load(even_at + 1, mask=real[:, None] & held, other=0)
             even = even.to(tl.float8e4nv, bitcast=True).to(tl.bfloat16)
             odd = odd.to(tl.float8e4nv, bitcast=True).to(tl.bfloat16)
+            run = start // 32 + tl.arange(0, TILE_DEPTH // 32)
+            filled = inside[:, None] & (run[None, :] < channels // 32)
+            run_at = line[:, None] * (channels // 32) + run[None, :]  # [columns, runs]
+            scale = tl.load(weight_scale + run_at, mask=filled, other=0)
+            packed = tl.load(
+                weight + run_at[:, :, None] * 16 + tl.arange(0, 16)[None, None, :],
+                mask=filled[:, :, None],
+                other=0,
+            ).to(tl.int32)
+            scale = ue8m0_scale(scale)[:, :, None]
             # Exact in bf16: two bits of mantissa, and fp32's range of exponents.
             low = (e2m1_value(packed & 15) * scale).to(tl.bfloat16)
             high = (e2m1_value(packed >> 4) * scale).to(tl.bfloat16)
+            low = tl.reshape(low, (TILE_COLUMNS, TILE_DEPTH // 2))
+            high = tl.reshape(high, (TILE_COLUMNS, TILE_DEPTH // 2))
             partial = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
             partial = dot(even, tl.trans(low), partial)
             partial = dot(odd, tl.trans(high), partial)
@@ -325,7 +351,7 @@ def _matmul(
                 factor = factor * ue8m0_scale(scale)[None, :]
             acc += partial * factor
     tl.store(
-        result + row[:, None] * out + column[None, :],
+        result + (split * num_rows.to(tl.int64) + row[:, None]) * out + column[None, :],
         acc.to(result.dtype.element_ty),
         mask=real[:, None] & inside[None, :],
     )
@@ -349,16 +375,17 @@ AOT = (
             _matmul,
             f"{kind} {'experts' if groups else 'matrix'}, {tile_rows} rows",
             operands | groups | _RESULT | _SIZES,
-            {"KIND": number, "TILE_ROWS": tile_rows, "TILE_COLUMNS": TILE_COLUMNS}
-            | {"TILE_DEPTH": _depth(number, 2)},
+            {"KIND": number, "TILE_ROWS": tile_rows, "TILE_COLUMNS": TILE_COLUMNS[number]}
+            | {"TILE_DEPTH": _depth(number, 2), "SPLIT": 4096},
+            num_warps=_num_warps(tile_rows),
         )
         for kind, number, operands, groups, tile_rows in (
             ("bf16", PLAIN, _PLAIN, _GROUPS, 16),
-            ("bf16", PLAIN, _PLAIN, _GROUPS, 64),
+            ("bf16", PLAIN, _PLAIN, _GROUPS, 128),
             ("fp8", FP8, _SCALED, {}, 16),
-            ("fp8", FP8, _SCALED, {}, 64),
+            ("fp8", FP8, _SCALED, {}, 128),
             ("fp4", FP4, _SCALED, _GROUPS, 16),
-            ("fp4", FP4, _SCALED, _GROUPS, 64),
+            ("fp4", FP4, _SCALED, _GROUPS, 128),
         )
     ),
 )

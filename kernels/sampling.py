@@ -19,7 +19,7 @@ from torch import Tensor
 from sluice.kernels.aot import Case
 from sluice.kernels.launch import block_size, runs_triton
 
-MAX_BLOCK = 4096  # logits at a time
+MAX_BLOCK = 2048  # logits at a time
 
 
 def draw_tokens(
