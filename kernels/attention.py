@@ -107,7 +107,7 @@ def _launch(
             result,
             sums,
             peaks,
-            scale * LOG2_E,
+            scale * LOG2_E.value,
             num_heads,
             *counts,
             triton.cdiv(sum(counts), splits),
@@ -208,7 +208,7 @@ def _sparse_attention(
         tl.store(at, peak, mask=head < num_heads)
         tl.store(at + 1, total, mask=head < num_heads)
     else:
-        sink = tl.load(sinks + head, mask=head < num_heads, other=0.0)
+        sink = tl.load(sinks + head, mask=head < num_heads, other=0.0) * LOG2_E
         acc *= sink_share(peak, total, sink)[:, None]
         turns = rotation + token * ROPE_DIM
         acc = unrotate(acc, turns, BLOCK_HEADS, DIM, ROPE_DIM, BLOCK_DIM)

@@ -14,9 +14,8 @@ from torch import Tensor
 from sluice.kernels.aot import Case
 from sluice.kernels.launch import num_processors
 
-LOG2_E = 1.4426950408889634
+LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-3.0e38)  # of no rows: finite, so that differences are never NaN
-_LOG2_E = tl.constexpr(LOG2_E)
 
 
 def num_splits(like: Tensor, num_programs: int, num_rows: int, min_rows: int) -> int:
@@ -68,13 +67,13 @@ def weigh(scores: tl.tensor, peak: tl.tensor, total: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def sink_share(peak: tl.tensor, total: tl.tensor, sink: tl.tensor) -> tl.tensor:
-    """What to multiply weighted values with: 1 / (total + exp(sink)), relative to the peak.
+    """What to multiply weighted values with: 1 / (total + exp2(sink)), relative to the peak.
 
-    0 where there is no row and no sink.
+    sink: in units of log2(e), LOWEST for none.
     """
-    highest = tl.maximum(peak, sink * _LOG2_E)
+    highest = tl.maximum(peak, sink)
     kept = tl.exp2(peak - highest)
-    return kept / tl.maximum(total * kept + tl.exp2(sink * _LOG2_E - highest), 1e-37)
+    return kept / (total * kept + tl.exp2(sink - highest))
 
 
 @triton.jit
@@ -128,7 +127,7 @@ def _combine(
         peak = highest
     sink = tl.full([], LOWEST, tl.float32)
     if sinks is not None:
-        sink = tl.load(sinks + head)
+        sink = tl.load(sinks + head) * LOG2_E
     acc *= sink_share(peak, total, sink)
     if ROPE_DIM > 0:
         turns = rotation + query * ROPE_DIM
