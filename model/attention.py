@@ -35,9 +35,8 @@ def attention(x: Tensor, weights: AttentionWeights, at: LayerStep) -> Tensor:
     elif at.layer_type is LayerType.HCA:
         sources.append(hca_source(x, weights, at))
 
-    output = sparse_attention(queries, sources, weights.sinks, config.head_dim**-0.5)
-    # K = V, so the output carries the keys' rotation: undo it at the query's position.
-    return _project(rotate_(output, at.rotation.conj()), weights)
+    scale = config.head_dim**-0.5
+    return _project(sparse_attention(queries, sources, weights.sinks, scale, at.rotation), weights)
 
 
 def _project(output: Tensor, weights: AttentionWeights) -> Tensor:
