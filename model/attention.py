@@ -12,7 +12,6 @@ from torch import Tensor
 
 from sluice.kernels.attention import sparse_attention
 from sluice.kernels.norm import norm_and_rotate, rms_norm
-from sluice.kernels.rope import rotate_
 from sluice.model.compression import csa_source, hca_source
 from sluice.model.config import LayerType
 from sluice.model.pools import SWA_KV
