@@ -248,6 +248,42 @@ def _quantise(
 
 
 @triton.jit
+def _fp4_product(
+    a: tl.tensor,
+    weight: tl.tensor,
+    weight_scale: tl.tensor,
+    line: tl.tensor,
+    inside: tl.tensor,
+    start: tl.tensor,
+    channels: tl.tensor,
+    acc: tl.tensor,
+) -> tl.tensor:
+    """`acc + a @ w.T` of e4m3 codes a [rows, depth] and FP4 lines `line` [columns] of the weight.
+
+    In two products, of the even channels and of the odd ones, as bytes hold them. In bf16, which
+    is exact: two bits of mantissa, and fp32's range of exponents.
+    """
+    rows: tl.constexpr = a.shape[0]
+    half: tl.constexpr = a.shape[1] // 2
+    columns: tl.constexpr = line.shape[0]
+    even, odd = tl.split(tl.reshape(a, (rows, half, 2)))
+    even = even.to(tl.float8e4nv, bitcast=True).to(tl.bfloat16)
+    odd = odd.to(tl.float8e4nv, bitcast=True).to(tl.bfloat16)
+    run = start // 32 + tl.arange(0, half // 16)
+    filled = inside[:, None] & (run[None, :] < channels // 32)
+    run_at = line[:, None] * (channels // 32) + run[None, :]  # [columns, runs]
+    scale = ue8m0_scale(tl.load(weight_scale + run_at, mask=filled, other=0))[:, :, None]
+    packed = tl.load(
+        weight + run_at[:, :, None] * 16 + tl.arange(0, 16)[None, None, :],
+        mask=filled[:, :, None],
+        other=0,
+    ).to(tl.int32)
+    low = tl.reshape((e2m1_value(packed & 15) * scale).to(tl.bfloat16), (columns, half))
+    high = tl.reshape((e2m1_value(packed >> 4) * scale).to(tl.bfloat16), (columns, half))
+    return dot(odd, tl.trans(high), dot(even, tl.trans(low), acc))
+
+
+@triton.jit
 def _matmul(
     x: tl.tensor,
     x_scale: tl.tensor,
@@ -297,59 +333,34 @@ def _matmul(
     stop = tl.minimum(split * SPLIT + SPLIT, channels)
     # Tiles that are not needed multiply nothing.
     for start in range(split * SPLIT, tl.where(first < end, stop, 0), TILE_DEPTH):
+        channel = start + tl.arange(0, TILE_DEPTH)
+        held = channel[None, :] < channels
+        a = tl.load(
+            x + source[:, None] * channels + channel[None, :], mask=real[:, None] & held, other=0
+        )
+        partial = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
         if KIND == 4:
-            byte = start // 2 + tl.arange(0, TILE_DEPTH // 2)
-            held = byte[None, :] < channels // 2
-            even_at = x + source[:, None] * channels + 2 * byte[None, :]
-            even = tl.load(even_at, mask=real[:, None] & held, other=0)
-            odd = tl.load(even_at + 1, mask=real[:, None] & held, other=0)
-            even = even.to(tl.float8e4nv, bitcast=True).to(tl.bfloat16)
-            odd = odd.to(tl.float8e4nv, bitcast=True).to(tl.bfloat16)
-            run = start // 32 + tl.arange(0, TILE_DEPTH // 32)
-            filled = inside[:, None] & (run[None, :] < channels // 32)
-            run_at = line[:, None] * (channels // 32) + run[None, :]  # [columns, runs]
-            scale = tl.load(weight_scale + run_at, mask=filled, other=0)
-            packed = tl.load(
-                weight + run_at[:, :, None] * 16 + tl.arange(0, 16)[None, None, :],
-                mask=filled[:, :, None],
-                other=0,
-            ).to(tl.int32)
-            scale = ue8m0_scale(scale)[:, :, None]
-            # Exact in bf16: two bits of mantissa, and fp32's range of exponents.
-            low = (e2m1_value(packed & 15) * scale).to(tl.bfloat16)
-            high = (e2m1_value(packed >> 4) * scale).to(tl.bfloat16)
-            low = tl.reshape(low, (TILE_COLUMNS, TILE_DEPTH // 2))
-            high = tl.reshape(high, (TILE_COLUMNS, TILE_DEPTH // 2))
-            partial = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
-            partial = dot(even, tl.trans(low), partial)
-            partial = dot(odd, tl.trans(high), partial)
+            partial = _fp4_product(a, weight, weight_scale, line, inside, start, channels, partial)
         else:
-            channel = start + tl.arange(0, TILE_DEPTH)
-            held = channel[None, :] < channels
-            a = tl.load(
-                x + source[:, None] * channels + channel[None, :],
-                mask=real[:, None] & held,
-                other=0,
-            )
             b = tl.load(
                 weight + line[:, None] * channels + channel[None, :],
                 mask=inside[:, None] & held,
                 other=0,
             )
-        if KIND == 0:
-            acc = dot(a, tl.trans(b), acc)
-        else:
-            block = start // 128
-            factor = tl.load(x_scale + source * num_blocks + block, mask=real, other=0)[:, None]
             if KIND == 8:
                 a = a.to(tl.float8e4nv, bitcast=True)
                 b = b.to(tl.float8e4nv, bitcast=True)
-                partial = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
                 partial = dot(a, tl.trans(b), partial)
-                lines = matrix * tl.cdiv(out, 128) + column // 128
-                scale = tl.load(weight_scale + lines * num_blocks + block, mask=inside, other=0)
-                factor = factor * ue8m0_scale(scale)[None, :]
-            acc += partial * factor
+            else:
+                acc = dot(a, tl.trans(b), acc)
+        if KIND != 0:
+            block = start // 128
+            factor = tl.load(x_scale + source * num_blocks + block, mask=real, other=0)
+            if KIND == 8:
+                # Every column of the tile has one scale.
+                line_block = matrix * tl.cdiv(out, 128) + tl.program_id(1) * TILE_COLUMNS // 128
+                factor *= ue8m0_scale(tl.load(weight_scale + line_block * num_blocks + block))
+            acc += partial * factor[:, None]
     tl.store(
         result + (split * num_rows.to(tl.int64) + row[:, None]) * out + column[None, :],
         acc.to(result.dtype.element_ty),
