@@ -325,7 +325,7 @@ def _matmul(
         source = tl.load(rows + row, mask=real, other=0)
     column = (tl.program_id(1) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)).to(tl.int64)
     inside = column < out
-    line = matrix * out.to(tl.int64) + column  # of all matrices' rows
+    line = matrix * out + column  # of all matrices' rows
     num_blocks = tl.cdiv(channels, 128)
 
     acc = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
@@ -362,7 +362,7 @@ def _matmul(
                 factor *= ue8m0_scale(tl.load(weight_scale + line_block * num_blocks + block))
             acc += partial * factor[:, None]
     tl.store(
-        result + (split * num_rows.to(tl.int64) + row[:, None]) * out + column[None, :],
+        result + (split.to(tl.int64) * num_rows + row[:, None]) * out + column[None, :],
         acc.to(result.dtype.element_ty),
         mask=real[:, None] & inside[None, :],
     )

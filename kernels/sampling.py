@@ -222,7 +222,7 @@ def _draw_token(
         low_keys = tl.minimum(low_keys, tl.where(weight > 0, keys, 1 << 32))
     kept = tl.sum(mass, 0)
     low, high = tl.min(low_keys, 0), tl.max(top_keys, 0)
-    most_ties = vocab.to(tl.int64)  # of the tokens at `low`, the lowest that is kept
+    most_ties = tl.full([], 0, tl.int64) + vocab  # of the tokens at `low`, the lowest that is kept
     tl.debug_barrier()  # other threads read the weights
 
     k = tl.load(top_k + row)
