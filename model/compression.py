@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from sluice.kernels.indexer import causal_topk, index_scores
+from sluice.kernels.indexer import index_scores
 from sluice.kernels.norm import rms_norm
 from sluice.kernels.rope import rotate_
 from sluice.kernels.rows import write_rows
+from sluice.kernels.topk import causal_topk
 from sluice.model.placement import row_slots
 from sluice.model.pools import C4_INDEX_K, C4_KV, C128_KV
 from sluice.model.step import CompressorStep, LayerStep
