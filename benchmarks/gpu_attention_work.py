@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from sluice.benchmarks.gpu_work import Shape, Work, num_bytes_of, rounding, spread
+from sluice.kernels.accumulators import accumulate_blocks
 from sluice.kernels.attention import sparse_attention
-from sluice.kernels.compressor import accumulate_blocks, compress_overlapping
+from sluice.kernels.compressor import compress_overlapping
 from sluice.kernels.dense_attention import Span, decode_attention, prompt_attention
-from sluice.kernels.indexer import causal_topk, index_scores
+from sluice.kernels.indexer import index_scores
 from sluice.kernels.rope import inverse_frequencies, rotations
 from sluice.kernels.rows import gather_rows, write_rows
+from sluice.kernels.topk import causal_topk
 
 PAGE_ROWS = 64
 CSA_RATIO, HCA_RATIO = 4, 128

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -25,8 +26,9 @@ from sluice.kernels.splits import (
 
 MAX_GATHERED_ELEMENTS = 1 << 22  # of [queries, rows, dim] at a time: 16 MB, near the last cache
 MIN_SPLIT_ROWS = 128
-MAX_BLOCK_HEADS = 64  # what one instruction of a Hopper tensor core takes
-BLOCK_ROWS = {2: 32, 4: 16}  # by bytes of an element: what fits beside the queries in 227 KB
+# By bytes of an element; 64 heads are what one instruction of a Hopper tensor core takes.
+MAX_BLOCK_HEADS = {2: 64, 4: 16}
+BLOCK_ROWS = {2: 32, 4: 16}
 
 Source = tuple[Tensor, Tensor]
 
@@ -87,7 +89,7 @@ def _launch(
         sources if len(sources) == 2 else (*sources, (sources[0][0], sources[0][1][:, :0]))
     )
     counts = [slots.shape[1] for _, slots in (first, second)]
-    block_heads = block_size(num_heads, low=16, high=MAX_BLOCK_HEADS)
+    block_heads = block_size(num_heads, low=16, high=MAX_BLOCK_HEADS[queries.element_size()])
     head_blocks = triton.cdiv(num_heads, block_heads)
     splits = num_splits(queries, num_tokens * head_blocks, sum(counts), MIN_SPLIT_ROWS)
     result = torch.empty_like(queries, memory_format=torch.contiguous_format)
@@ -233,7 +235,7 @@ def _extent(
     return low, high
 
 
-_SHAPE: dict[str, int] = {"num_warps": 8, "num_stages": 2}
+_SHAPE: dict[str, Any] = {"num_warps": 8, "num_stages": 2}
 _FLASH = {"DIM": 512, "ROPE_DIM": 64, "BLOCK_DIM": 512, "BLOCK_HEADS": 64, "BLOCK_ROWS": 32}
 _SIGNATURE = {
     **dict.fromkeys(("queries", "first_rows", "second_rows"), "*bf16:16"),

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -299,8 +300,8 @@ def _dense_attention(
         tl.store(result + element, acc.to(result.dtype.element_ty), mask=within)
 
 
-_PROMPT: dict[str, int] = {"num_warps": 8, "num_stages": 2}
-_DECODE: dict[str, int] = {"num_warps": 4, "num_stages": 3}
+_PROMPT: dict[str, Any] = {"num_warps": 8, "num_stages": 2}
+_DECODE: dict[str, Any] = {"num_warps": 4, "num_stages": 3}
 _SIGNATURE = {
     **dict.fromkeys(("queries", "rows", "result"), "*bf16:16"),
     "page_table": "*i64:16",

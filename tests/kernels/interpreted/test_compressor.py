@@ -1,4 +1,4 @@
-"""The compressing kernels: raw and overlapping blocks, and accumulators of ragged batches."""
+"""The compressing kernel against its references: raw and overlapping blocks, and padding."""
 
 import pytest
 import torch
@@ -33,25 +33,7 @@ def test_overlapping_rows_equal_the_references(ratio):
     torch.testing.assert_close(compressor.compress_overlapping(rows, slots), expected)
 
 
-@pytest.mark.parametrize("counts", [[1], [3, 1, 20, 8], [1, 1, 1, 1, 1]])
-@pytest.mark.parametrize("dim", [5, 200])
-def test_accumulators_equal_the_references(counts, dim):
-    """A part of wider tensors, scores beyond exp's range, and padding blocks at the end."""
-    num_tokens = sum(counts)
-    tokens = torch.stack([torch.randn(num_tokens, dim), 60 * torch.randn(num_tokens, dim)], 1)
-    kv, score = tokens.unbind(1)
-    slots = torch.cat([torch.randperm(len(counts)) + 2, torch.tensor([-1, -1])])
-    slots[0] = -1
-    block_of_token = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
-    given = state(20, 3, dim), slots, block_of_token, kv, score
-    expected = compressor.accumulate_blocks_reference(*given)
-    torch.testing.assert_close(compressor.accumulate_blocks(*given), expected)
-
-
 def test_no_blocks_give_no_rows():
     none = torch.zeros(0, 4, dtype=torch.int64)
     assert compressor.compress_raw(state(4, 2, 5), none).shape == (0, 5)
     assert compressor.compress_overlapping(state(4, 2, 10), none).shape == (0, 5)
-    nothing = torch.zeros(0, 5)
-    given = state(4, 3, 5), none[:, 0], none[:, 0], nothing, nothing
-    assert compressor.accumulate_blocks(*given).shape == (0, 3, 5)
