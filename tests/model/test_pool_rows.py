@@ -16,6 +16,11 @@ NUM_TOKENS = 14
 PAGES = torch.tensor([[7, 2, 9, 4]])  # of the only request
 
 
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
 def inputs_of(spec):
     token = torch.arange(NUM_TOKENS)
     return ForwardInputs(
@@ -63,7 +68,8 @@ def test_products_with_rotated_keys_are_the_same_but_for_rounding():
     slots = inputs.slots(spec, inputs.request_index, inputs.positions)
     store(pool, 0, slots, keys)
     products = read(*source(pool, 0, slots[None], inputs, torch.float32))[0] @ matched(query, pool)
-    assert (products - keys @ query).abs().mean() < 0.15 * (keys @ query).abs().mean()
+    # Rounding to FP4 costs about a tenth; with only one side rotated it would be more than all.
+    assert (products - keys @ query).abs().mean() < 0.4 * (keys @ query).abs().mean()
     [plain] = allocate_pools([SPEC], {SPEC.table: 12}).values()
     assert matched(query, plain) is query
 
