@@ -38,10 +38,8 @@ def draw_tokens(
         at least 1 (vocab keeps all). top_p, min_p: fp64, in [0, 1]. The likeliest token stays
         whatever they are. Masses are fp64.
     """
-    reference = draw_tokens_reference
-    if runs_triton(logits):
-        reference = _launch
-    return reference(logits, draws, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    run = _launch if runs_triton(logits) else draw_tokens_reference
+    return run(logits, draws, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
 
 
 def draw_tokens_reference(
