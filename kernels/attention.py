@@ -85,9 +85,8 @@ def _launch(
     queries: Tensor, sources: Sequence[Source], sinks: Tensor, scale: float, rotation: Tensor
 ) -> Tensor:
     num_tokens, num_heads, dim = queries.shape
-    first, second = (
-        sources if len(sources) == 2 else (*sources, (sources[0][0], sources[0][1][:, :0]))
-    )
+    first, *others = sources
+    second = _in_dtype_of(first[0], *others[0]) if others else (first[0], first[1][:, :0])
     counts = [slots.shape[1] for _, slots in (first, second)]
     block_heads = block_size(num_heads, low=16, high=MAX_BLOCK_HEADS[queries.element_size()])
     head_blocks = triton.cdiv(num_heads, block_heads)
@@ -127,6 +126,17 @@ def _launch(
     if sums is not None and peaks is not None:
         combine_splits(sums, peaks, sinks, turns, result)
     return result
+
+
+def _in_dtype_of(like: Tensor, rows: Tensor, slots: Tensor) -> Source:
+    """A source as it is, or its rows copied one after another, a query's rows a page of them.
+
+    The kernel's loop takes one dtype, and pools may be stored in several.
+    """
+    if rows.dtype == like.dtype:
+        return rows, slots
+    place = torch.arange(slots.numel(), device=slots.device).view_as(slots)
+    return gather_rows(rows, slots).to(like.dtype), torch.where(slots >= 0, place, -1)
 
 
 @triton.jit

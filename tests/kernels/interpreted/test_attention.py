@@ -57,6 +57,14 @@ def test_bf16_equals_the_reference_to_its_precision():
     torch.testing.assert_close(sparse_attention(*given), expected, atol=3e-2, rtol=3e-2)
 
 
+def test_pools_may_be_stored_in_different_dtypes():
+    queries, (window, chosen), *rest = case(3, 3, 8, [6, 9], absent=0.1)
+    sources = [window, (chosen[0].to(torch.bfloat16), chosen[1])]
+    expected = sparse_attention_reference(queries, sources, *rest)
+    actual = sparse_attention(queries, sources, *rest)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("counts", [[5], [7, MANY_ROWS]])
 def test_a_padding_query_without_rows_gives_zeros(counts):
     result = sparse_attention(*case(1, 3, 8, counts, absent=1.0))
