@@ -227,8 +227,10 @@ class Replay:
         turn = Turn(self._policy, self.nodes, [Ample()])
         for prompt in list(self._waiting):
             if pair := turn.pick(prompt):
+                prefill, _ = pair
+                assert prefill is not None, "no prompt of a trace is computed on decode"
                 self._waiting.remove(prompt)
-                pair[0].send(prompt)
+                prefill.send(prompt)
             elif turn.over:
                 break
         self._claims = turn.claims

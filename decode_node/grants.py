@@ -5,6 +5,7 @@
                   ▼ with a write in flight        ▼
                  held ──lease + margin──► gone   gone
 
+A request whose prompt is computed here runs at once, and nothing is ever written to its grant.
 A pending grant's pages may be the target of a write that is on its way. They are reused only when
 prefill says that nothing is in flight, or when no lease it could have seen is still running.
 """
@@ -40,7 +41,7 @@ class Stream:
         return self.request.request_id
 
     def start(self) -> None:
-        """All pages have landed: the request may run."""
+        """All pages have landed, or none are to come: the request may run."""
         self.running = True
         request_id, node_id = self.request_id, self.grant.node_id
         self.span = begin_span("decode", self.traceparent, request_id=request_id, node=node_id)
@@ -57,10 +58,18 @@ class Stream:
         self.span.end(output_tokens=num_tokens)
         log.info("event=released request_id=%s output_tokens=%d", self.request_id, num_tokens)
 
-    def next_chunk(self) -> Chunk:
-        """The single token to compute next: the newest one, whose row is in no pool yet."""
+    @property
+    def computes_prompt(self) -> bool:
+        """Whether tokens of its prompt are still to be computed here."""
+        return self.request.num_computed_tokens < self.grant.num_tokens
+
+    def next_chunk(self, prompt_tokens: int) -> Chunk:
+        """What to compute next: the newest token, or up to so many tokens of a local prompt."""
         start = self.request.num_computed_tokens
-        return Chunk(self.request, start, start + 1)
+        end = (
+            min(start + prompt_tokens, self.grant.num_tokens) if self.computes_prompt else start + 1
+        )
+        return Chunk(self.request, start, end)
 
 
 class Grants:

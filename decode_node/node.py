@@ -4,7 +4,8 @@ The life of a request:
 
 1. `reserve` takes pages in every pool for the whole request, or refuses naming what is short.
 2. Prefill writes into them. When every pool's rows have landed, the request joins the batch; its
-   first output token came with the last notification.
+   first output token came with the last notification. A request that is `local` joins at once, and
+   its prompt is computed here, in chunks beside the others' tokens.
 3. Each step computes one token of every running request and sends all new tokens to each router
    in one message.
 4. With its last token, at `release`, or when its router falls silent, its pages are given back.
@@ -16,14 +17,17 @@ import itertools
 import logging
 import time
 import uuid
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from sluice.cache.manager import NoRoom
+from sluice.cache.prefix_tree import Hit
 from sluice.cache.spec import TableSpec
 from sluice.decode_node.grants import Grants, Stream
 from sluice.decode_node.outbox import Outbox, Sink
+from sluice.engine.batch import Chunk
 from sluice.engine.choice import Choice, choose
 from sluice.engine.config import SluiceConfig
 from sluice.engine.loop import LoopThread
@@ -38,6 +42,7 @@ from sluice.engine.protocol import (
     Role,
     TokenChunk,
 )
+from sluice.engine.request import Request
 from sluice.engine.runner import Runner
 from sluice.transfer.receiver import Arrival, Receiver
 from sluice.transfer.transport import Transport, make_transport
@@ -59,6 +64,7 @@ class DecodeNode:
         self._receiver = Receiver(transport, runner.pools)
         self._grants = Grants(config.transfer.lease_s)
         self._outbox = Outbox()
+        self._max_prompt_tokens = config.decode.max_batch_tokens  # that a step computes
         self._routers: dict[str, float] = {}  # router id -> monotonic second of its last sign
         self._epochs = itertools.count(1)
         self._last_turn = time.monotonic()
@@ -113,30 +119,19 @@ class DecodeNode:
     def _turn(self) -> float:
         self._expire_leases()
         self._take_arrivals()
-        if ready := self._make_room():
-            self._step(ready)
+        if chunks := self._make_room():
+            self._step(chunks)
         self._outbox.flush()
         if self._grants.running():
             return 0.0
         return ARRIVAL_POLL_S if self._grants.pending() else IDLE_WAIT_S
 
     def _reserve(self, request: GenerateRequest, router_id: str) -> PageGrant:
-        manager = self.runner.manager
         self._routers[router_id] = time.monotonic()
         grant_id = f"{request.request_id}.{uuid.uuid4().hex[:8]}"
         state = self.runner.take(request, grant_id)
         num_tokens = len(state.token_ids)
-        keys = manager.keys_of(state.token_ids, request.cache_salt)
-        history = manager.find_history(keys)
-        try:
-            manager.grant(
-                grant_id, num_tokens=num_tokens, max_tokens=request.admit_tokens, hit=history
-            )
-        except NoRoom as error:
-            raise Refused(f"{self.info.node_id}: {error}; try again or another node") from error
-        if manager.prefix_cache:
-            kept = [spec for spec in manager.specs if spec.table.keeps_all]
-            self.metrics.count_lookup(kept, num_tokens, history.num_tokens)
+        hit = self._admit(state, request)
         grant = PageGrant(
             grant_id=grant_id,
             epoch=next(self._epochs),
@@ -144,36 +139,59 @@ class DecodeNode:
             incarnation=self.info.incarnation,
             request_id=request.request_id,
             num_tokens=num_tokens,
-            pages=self._pages_to_write(grant_id, num_tokens, history.num_tokens),
+            pages={} if request.local else self._pages_to_write(state, hit),
             lease_s=self._grants.lease_s,
-            skip_tokens=history.num_tokens,
+            skip_tokens=hit.num_tokens,
         )
-        deadline = time.monotonic() + self._grants.lease_s
-        self._grants.add(
-            Stream(
-                state,
-                grant,
-                request.cache_salt,
-                router_id,
-                deadline,
-                traceparent=request.traceparent,
-            )
+        stream = Stream(
+            state,
+            grant,
+            request.cache_salt,
+            router_id,
+            deadline=time.monotonic() + self._grants.lease_s,
+            traceparent=request.traceparent,
         )
-        self._receiver.expect(grant)
+        self._grants.add(stream)
         log.info(
             "event=reserved request_id=%s grant_id=%s tokens=%d skip_tokens=%d",
-            *(request.request_id, grant_id, num_tokens, history.num_tokens),
+            *(request.request_id, grant_id, num_tokens, hit.num_tokens),
         )
+        if request.local:
+            state.num_computed_tokens, state.history_tokens = hit.num_tokens, hit.history_tokens
+            stream.start()
+        else:
+            self._receiver.expect(grant)
         return grant
 
-    def _pages_to_write(
-        self, grant_id: str, num_tokens: int, skip_tokens: int
-    ) -> dict[TableSpec, PageRun]:
-        """The pages prefill may write: those live at `num_tokens`, without what is shared."""
-        runs = {}
-        for table, held in self.runner.manager.page_tables(grant_id).items():
+    def _admit(self, state: Request, request: GenerateRequest) -> Hit:
+        """Take pages for the request; what of it is cached. Raises Refused."""
+        manager, num_tokens = self.runner.manager, len(state.token_ids)
+        keys = manager.keys_of(state.token_ids, request.cache_salt)
+        if request.local:
+            hit = manager.find_resumable(keys, state.token_ids)
+        else:
+            hit = manager.find_history(keys)
+        try:
+            copies = manager.grant(
+                state.grant_id,
+                num_tokens=hit.num_tokens if request.local else num_tokens,
+                max_tokens=request.admit_tokens,
+                hit=hit,
+            )
+        except NoRoom as error:
+            raise Refused(f"{self.info.node_id}: {error}; try again or another node") from error
+        self.runner.copy_pages(copies)
+        if manager.prefix_cache:
+            kept = [spec for spec in manager.specs if spec.table.keeps_all]
+            self.metrics.count_lookup(kept, num_tokens, hit.num_tokens)
+        return hit
+
+    def _pages_to_write(self, state: Request, hit: Hit) -> dict[TableSpec, PageRun]:
+        """The pages prefill may write: those live after the prompt, without what is shared."""
+        runs, num_tokens = {}, len(state.token_ids)
+        for table, held in self.runner.manager.page_tables(state.grant_id).items():
             live = table.pages(num_tokens, num_tokens)
-            shared = skip_tokens // table.tokens_per_page if table.keeps_all else 0
+            shared = hit.num_tokens // table.tokens_per_page if table.keeps_all else 0
             first = max(live.start, shared)
             runs[table] = PageRun(first, tuple(held.slice(range(first, max(first, live.stop)))))
         return runs
@@ -242,41 +260,59 @@ class DecodeNode:
             stream.request.append(arrival.first_token)
             stream.start()
 
-    def _step(self, streams: Sequence[Stream]) -> None:
-        """One more token for every running request."""
+    def _step(self, work: Sequence[tuple[Stream, Chunk]]) -> None:
+        """One more token for every running request, but for those whose prompt goes on."""
         started = time.perf_counter()
-        chunks = [stream.next_chunk() for stream in streams]
         try:
-            logits = self.runner.step(chunks)
+            logits = self.runner.step([chunk for _, chunk in work])
         except Exception as error:
             log.exception("event=step_failed node=%s", self.info.node_id)
-            self.metrics.failed_requests.labels("NodeError").inc(len(streams))
-            for stream in streams:
+            self.metrics.failed_requests.labels("NodeError").inc(len(work))
+            for stream, _ in work:
                 self._end(stream, error=f"decode step failed: {error}")
             return
+        rows = [row for row, (stream, chunk) in enumerate(work) if self._finish(stream, chunk)]
+        streams = [work[row][0] for row in rows]
+        if len(rows) < len(work):
+            logits = logits[rows]
         choices = choose(logits, [stream.request for stream in streams])
         self.metrics.step_seconds.observe(time.perf_counter() - started)
-        self.metrics.computed_tokens.labels("decode").inc(len(choices))
         for stream, choice in zip(streams, choices, strict=True):
             self._emit(stream, choice)
 
-    def _make_room(self) -> list[Stream]:
-        """Pages for the next token of every running request, the oldest first.
+    def _finish(self, stream: Stream, chunk: Chunk) -> bool:
+        """Note what a chunk computed; whether the request's next token follows from it."""
+        kind = "prefill" if stream.computes_prompt else "decode"
+        self.metrics.computed_tokens.labels(kind).inc(chunk.num_tokens)
+        stream.request.num_computed_tokens = chunk.end
+        self.runner.manager.expire(stream.request.grant_id, chunk.end)
+        if kind == "prefill" and not stream.computes_prompt:
+            self._keep_history(stream)
+        return not stream.computes_prompt
+
+    def _make_room(self) -> list[tuple[Stream, Chunk]]:
+        """Pages for what every running request computes next, the oldest first.
 
         Where they run out the youngest is preempted: it goes on after another prefill. The oldest
-        always goes on, since a request that does not fit by itself is never admitted.
+        always goes on, since a request that does not fit by itself is never admitted. Prompts
+        computed here share a budget of tokens, and wait a step where it is used up.
         """
-        waiting = self._grants.running()
+        waiting = deque(self._grants.running())
+        budget = self._max_prompt_tokens
         ready = []
         while waiting:
             stream = waiting[0]
-            chunk = stream.next_chunk()
+            chunk = stream.next_chunk(budget)
             try:
                 self.runner.manager.extend(stream.grant.grant_id, chunk.start, chunk.end)
             except NoRoom as error:
                 self._preempt(waiting.pop(), error)
-            else:
-                ready.append(waiting.pop(0))
+                continue
+            waiting.popleft()
+            if chunk.num_tokens:
+                ready.append((stream, chunk))
+            if stream.computes_prompt:
+                budget -= chunk.num_tokens
         return ready
 
     def _preempt(self, stream: Stream, why: NoRoom) -> None:
@@ -290,8 +326,6 @@ class DecodeNode:
             return
         request, token = stream.request, choice.token_id
         logprobs = () if choice.logprobs is None else (choice.logprobs,)
-        request.num_computed_tokens += 1
-        self.runner.manager.expire(request.grant_id, request.num_computed_tokens)
         reason = request.append(token)
         if reason is None:
             self._send(stream, (token,), logprobs=logprobs)

@@ -121,6 +121,7 @@ class RouterConfig(Section):
     port: int = Field(8000, ge=0, le=65535)  # 0: any free port
     prefill_policy: PolicyName = "cache_aware"
     decode_policy: PolicyName = "cache_aware"
+    local_prefill_below_tokens: int = Field(0, ge=0)  # shorter prompts are computed on decode
     max_queue: int = Field(1024, ge=0)  # requests that may wait
     request_timeout_s: float = Field(600.0, gt=0)  # from arrival to last token
     api_keys_file: Path | None = None  # `KEY` or `admin:KEY` a line

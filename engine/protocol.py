@@ -159,6 +159,7 @@ class GenerateRequest:
     sampling: SamplingParams
     emitted_token_ids: tuple[int, ...] = ()
     cache_salt: str = ""  # requests with different salts never share cached rows
+    local: bool = False  # decode computes the prompt itself: nothing is prefilled elsewhere
     traceparent: str = ""  # the router's span, under which nodes put theirs
     priority: int = 0  # in the router's queue the lower goes first
 

@@ -99,10 +99,13 @@ class Runner:
                 "which is what the checkpoint was made for; lower it or leave it out"
             )
         prefills = role is Role.PREFILL
+        max_step_tokens = section.max_batch_tokens if prefills else section.max_running_requests
+        if not prefills and config.router.local_prefill_below_tokens:
+            max_step_tokens += section.max_batch_tokens
         return cls(
             model,
             section,
-            max_step_tokens=section.max_batch_tokens if prefills else section.max_running_requests,
+            max_step_tokens=max_step_tokens,
             max_model_len=max_model_len,
             grammars=Grammars(
                 config.model.path, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids

@@ -19,6 +19,7 @@ from sluice.engine.protocol import (
     NodeError,
     NodeLost,
     Preempted,
+    PrefillResult,
     Refused,
     TransferFailed,
 )
@@ -55,8 +56,11 @@ class Dispatcher:
         router_id: str,
         background: Background,
         on_retry: Callable[[str], None],
+        local_below_tokens: int = 0,
     ) -> None:
+        """local_below_tokens: shorter prompts are computed by the decode node itself."""
         self._queue = queue
+        self._local_below_tokens = local_below_tokens
         self._router_id = router_id
         self._background = background
         self._on_retry = on_retry
@@ -75,6 +79,7 @@ class Dispatcher:
                 request,
                 request_id=f"{request.request_id}.{number}",
                 emitted_token_ids=tuple(emitted),
+                local=len(request.prompt_token_ids) + len(emitted) < self._local_below_tokens,
             )
             try:
                 async with contextlib.aclosing(self._attempt(attempt, ticket)) as stream:
@@ -98,14 +103,18 @@ class Dispatcher:
         pair = await self._queue.pair_for(request, ticket)  # with credit on both nodes
         self._log_dispatched(request, pair)
         async with self._hold(pair, request, ticket) as reservation:  # pages in every pool
-            first = await reservation.prefill()  # pages are written as chunks finish
-            # After a fail-over the hit may cover output too, which no client calls cached.
-            num_cached_tokens = 0 if request.emitted_token_ids else first.num_cached_tokens
-            logprobs = () if first.logprobs is None else (first.logprobs,)
-            yield Tokens((first.token_id,), first.finish_reason, num_cached_tokens, logprobs)
-            if first.finish_reason is None:
-                async for chunk in reservation.stream():
-                    yield Tokens(chunk.token_ids, chunk.finish_reason, logprobs=chunk.logprobs)
+            num_cached_tokens = 0
+            if reservation.local:
+                num_cached_tokens = _cached(request, reservation.num_cached_tokens)
+            else:
+                first = await reservation.prefill()  # pages are written as chunks finish
+                yield _first_tokens(request, first)
+                if first.finish_reason is not None:
+                    return
+            async for chunk in reservation.stream():
+                yield Tokens(
+                    chunk.token_ids, chunk.finish_reason, num_cached_tokens, chunk.logprobs
+                )
 
     def _hold(
         self, pair: Pair, request: GenerateRequest, ticket: Ticket
@@ -117,7 +126,7 @@ class Dispatcher:
             logger,
             "dispatched",
             request_id=request.request_id,
-            prefill=pair.prefill.node_id,
+            prefill=pair.prefill.node_id if pair.prefill is not None else "-",
             decode=pair.decode.node_id,
             tokens=len(request.token_ids),
         )
@@ -133,6 +142,17 @@ class Dispatcher:
             detail=error,
             level=logging.WARNING,
         )
+
+
+def _first_tokens(request: GenerateRequest, first: PrefillResult) -> Tokens:
+    logprobs = () if first.logprobs is None else (first.logprobs,)
+    num_cached_tokens = _cached(request, first.num_cached_tokens)
+    return Tokens((first.token_id,), first.finish_reason, num_cached_tokens, logprobs)
+
+
+def _cached(request: GenerateRequest, num_tokens: int) -> int:
+    """Cached prompt tokens: after a fail-over the hit may cover output, which is never told."""
+    return 0 if request.emitted_token_ids else num_tokens
 
 
 def _reason(error: NodeError) -> str:

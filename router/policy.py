@@ -132,13 +132,16 @@ class Turn(Generic[P, D]):
         self._prefill = prefill
         self._decode = decode
 
-    def pick(self, prompt: Prompt, avoid: Collection[str] = ()) -> tuple[P, D] | None:
+    def pick(self, prompt: Prompt, avoid: Collection[str] = ()) -> tuple[P | None, D] | None:
         """A pair that can start the request now, or None.
 
-        avoid: ids of nodes on which the request failed; they are taken only if no other node
-        could ever hold it.
+        A request whose prompt decode computes gets no prefill node. avoid: ids of nodes on which
+        the request failed; they are taken only if no other node could ever hold it.
         """
         decode = self._choose(self._policy.decode_rule, self._decode, prompt, avoid)
+        if decode is not None and prompt.request.local:
+            decode.last_picked = next(self._policy.picks)
+            return None, decode
         prefill = self._choose(self._policy.prefill_rule, self._prefill, prompt, avoid)
         if decode is None or prefill is None:
             self.over = True  # nobody overtakes

@@ -18,18 +18,24 @@ import asyncio
 import bisect
 import itertools
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sluice.engine.protocol import GenerateRequest, QueueFull, SluiceError, Unavailable
-from sluice.router.nodes import RoutedDecode, RoutedPrefill
+from sluice.router.nodes import RoutedDecode, RoutedNode, RoutedPrefill
 from sluice.router.policy import Policy, Turn
 from sluice.router.prompt import Prompt
 from sluice.router.registry import Nodes
 
 
 class Pair(NamedTuple):
-    prefill: RoutedPrefill
+    """Nodes for one request; no prefill node where decode computes the prompt itself."""
+
+    prefill: RoutedPrefill | None
     decode: RoutedDecode
+
+    @property
+    def nodes(self) -> tuple[RoutedNode[Any], ...]:
+        return (self.decode,) if self.prefill is None else (self.prefill, self.decode)
 
 
 @dataclass
@@ -115,7 +121,7 @@ class WaitingQueue:
 
     def _start(self, waiter: _Waiter, pair: Pair) -> None:
         self._leave(waiter)
-        for node in pair:
+        for node in pair.nodes:
             node.take(waiter.prompt)
         waiter.pair.set_result(pair)
 
@@ -162,5 +168,5 @@ class WaitingQueue:
         """A cancel that met a pair just found: nobody will use it."""
         future = waiter.pair
         if future.done() and not future.cancelled() and future.exception() is None:
-            for node in future.result():
+            for node in future.result().nodes:
                 node.give_back(waiter.prompt.request.request_id)

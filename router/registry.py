@@ -45,10 +45,10 @@ class Nodes:
         return self._prefill.get(node_id) or self._decode.get(node_id)
 
     def could_hold(self, request: GenerateRequest) -> bool:
-        """Whether a ready node of each role could ever take the request."""
-        return any(node.could_hold(request) for node in self._prefill.values()) and any(
-            node.could_hold(request) for node in self._decode.values()
-        )
+        """Whether a ready node of each role that it needs could ever take the request."""
+        decode = any(node.could_hold(request) for node in self._decode.values())
+        prefill = any(node.could_hold(request) for node in self._prefill.values())
+        return decode and (prefill or request.local)
 
     def update(
         self,

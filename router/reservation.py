@@ -3,7 +3,8 @@
 Life:
  1. the queue has taken credit on both nodes, under the request's id
  2. reserve: decode promises pages in every pool, or refuses
- 3. prefill: prompt computed, pages written; from here to its answer a write may be in flight
+ 3. prefill: prompt computed, pages written; from here to its answer a write may be in flight.
+    Without a prefill node decode computes the prompt at the beginning of its stream
  4. stream: decode's tokens
  5. give back, always, once, whatever happened: stop prefill unless it has handed over, release
     the grant, return the credit
@@ -43,10 +44,22 @@ class Reservation:
 
     def __init__(self, pair: Pair, request: GenerateRequest, router_id: str) -> None:
         self._prefill, self._decode = pair.prefill, pair.decode
+        self._nodes = pair.nodes
         self._request = request
         self._router_id = router_id
         self._granting: asyncio.Task[PageGrant] | None = None
         self._may_be_in_flight = False
+
+    @property
+    def local(self) -> bool:
+        """Whether decode computes the prompt itself."""
+        return self._prefill is None
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of a local prompt that decode need not compute."""
+        assert self._granting is not None, "known once reserved"
+        return self._granting.result().skip_tokens
 
     async def reserve(self) -> None:
         """Raises Refused or NodeLost."""
@@ -61,6 +74,7 @@ class Reservation:
     async def prefill(self) -> PrefillResult:
         """Compute the prompt and move its pages. Raises TransferFailed or NodeLost."""
         assert self._granting is not None, "prefill before reserve"
+        assert self._prefill is not None, "a local prompt is not prefilled elsewhere"
         self._may_be_in_flight = True
         with self._prefill.judged():
             try:
@@ -77,7 +91,8 @@ class Reservation:
 
     async def stream(self) -> AsyncIterator[TokenChunk]:
         """Decode's tokens. Raises NodeError."""
-        num_tokens = len(self._request.token_ids) + 1  # the first came from prefill
+        num_tokens = len(self._request.token_ids)
+        num_tokens += not self.local  # the first came from prefill
         with self._decode.judged():
             async for chunk in self._decode.stream(self._request.request_id):
                 num_tokens += len(chunk.token_ids)
@@ -90,13 +105,14 @@ class Reservation:
         try:
             grant = await self._grant_if_any()
             in_flight = self._may_be_in_flight and not await self._stop_prefill()
-            self._prefill.give_back(request_id)
+            if self._prefill is not None:
+                self._prefill.give_back(request_id)
             if grant is not None:
                 await self._release(grant, in_flight)
         finally:
             self._decode.close_inbox(request_id)
-            self._prefill.give_back(request_id)
-            self._decode.give_back(request_id)
+            for node in self._nodes:
+                node.give_back(request_id)
 
     async def _grant_if_any(self) -> PageGrant | None:
         if self._granting is None:
@@ -107,6 +123,7 @@ class Reservation:
 
     async def _stop_prefill(self) -> bool:
         """Whether the node has confirmed that nothing of the request is in flight."""
+        assert self._prefill is not None, "nothing is in flight from nowhere"
         try:
             async with asyncio.timeout(CALL_LIMIT_S):
                 await self._prefill.client.abort(self._request.request_id)
@@ -154,7 +171,7 @@ async def hold(
     except Preempted:
         raise
     except NodeError:
-        ticket.avoid = {pair.prefill.node_id, pair.decode.node_id}
+        ticket.avoid = {node.node_id for node in pair.nodes}
         raise
     finally:
         returning = background.spawn(reservation.give_back())

@@ -110,6 +110,7 @@ class RouterService:
             router_id=self.router_id,
             background=self._background,
             on_retry=lambda reason: self.metrics.retries.labels(reason).inc(),
+            local_below_tokens=config.router.local_prefill_below_tokens,
         )
         self._accepting = False
         self._num_active = 0
