@@ -66,10 +66,9 @@ class Stream:
     def next_chunk(self, prompt_tokens: int) -> Chunk:
         """What to compute next: the newest token, or up to so many tokens of a local prompt."""
         start = self.request.num_computed_tokens
-        end = (
-            min(start + prompt_tokens, self.grant.num_tokens) if self.computes_prompt else start + 1
-        )
-        return Chunk(self.request, start, end)
+        if self.computes_prompt:
+            return Chunk(self.request, start, min(start + prompt_tokens, self.grant.num_tokens))
+        return Chunk(self.request, start, start + 1)
 
 
 class Grants:

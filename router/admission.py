@@ -53,6 +53,7 @@ def make_jobs(
                 tuple(prompt),
                 sampling,
                 priority=schema.priority,
+                cache_salt=schema.cache_salt,
             ),
             tuple(schema.stop),
             arrived,

@@ -12,6 +12,7 @@ from sluice.router.v4_text import TASKS
 
 MAX_CHOICES = 128  # answers to one HTTP request, over all its prompts
 MAX_TOP_LOGPROBS = 20
+MAX_SALT_CHARACTERS = 256
 MAX_PRIORITY = 1000
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max", "ultra"]
@@ -125,6 +126,7 @@ class GenerationSchema(Schema):
     logit_bias: LogitBias = {}
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)  # in the queue the lower goes first
+    cache_salt: str = Field("", max_length=MAX_SALT_CHARACTERS)  # others share nothing cached
     stop: Stop = []
     stop_token_ids: list[int] = []
     ignore_eos: bool = False

@@ -103,3 +103,15 @@ async def test_decode_never_computes_a_prompt_whichever_endpoint_asks(api):
         if name == "sluice:computed_tokens_total"
     }
     assert computed.get("decode", 0) > 20 and computed.get("prefill", 0) == 0
+
+
+async def test_a_cached_prompt_is_found_under_its_own_salt_only(api):
+    prompt = list(range(5, 5 + 600))
+
+    async def cached(**salt):
+        usage = (await api(prompt=prompt, max_tokens=1, **salt))["usage"]
+        return usage["prompt_tokens_details"]["cached_tokens"]
+
+    assert await cached(cache_salt="a") == 0
+    assert await cached(cache_salt="a") > 0
+    assert await cached(cache_salt="b") == await cached() == 0
