@@ -7,7 +7,8 @@ Every prompt goes through a prefill node's scheduler and cache manager, with the
 DeepSeek-V4-Flash at their real shapes. Memory is `unlimited`, bytes, or a fraction (`quarter`,
 `1/8`) of the working set: the bytes of all distinct blocks in Full pools. Limited memory compares
 
-    sluice              resume points where they are likely to be used, others while there is room
+    sluice              resume points where they are likely to be used, others while there is room;
+                        where none is left, the end of the history is computed again
     fixed distance      resume points at every --resume-every tokens and at prompts' ends
     prompt's end        window and state pages at prompts' ends alone; traces do not show its use,
                         since they know tokens by whole blocks, and prompts seldom end with one
@@ -45,11 +46,13 @@ from sluice.benchmarks.whole_prefix_lru import WholePrefixLru, replay_whole_pref
 from sluice.cache.manager import CacheManager
 from sluice.engine.config import RoleConfig
 from sluice.engine.runner import RESUME_SHARE
-from sluice.model.presets import preset_pools
+from sluice.model.pools import replay_tokens
+from sluice.model.presets import V4_FLASH, preset_pools
 from sluice.prefill_node.scheduler import PrefillScheduler
 
 SPECS = preset_pools("v4-flash")
 FULL_BYTES_PER_TOKEN = sum(s.page_bytes / s.tokens_per_page for s in SPECS if s.table.keeps_all)
+REPLAY_TOKENS = replay_tokens(SPECS, V4_FLASH.sliding_window)
 BOUNDED = [spec for spec in SPECS if not spec.table.keeps_all]
 RESUME_BYTES = sum(len(s.pages(1024, 1024)) * s.page_bytes for s in BOUNDED)
 
@@ -147,7 +150,7 @@ def _replay(trace: Trace, case: Case) -> Hits:
         num_pages = pages_for_all(SPECS, trace, every)
     else:
         num_pages = pages_within(SPECS, trace, case.memory_bytes, case.resume_share)
-    manager = CacheManager(SPECS, num_pages, MAX_REQUESTS)
+    manager = CacheManager(SPECS, num_pages, MAX_REQUESTS, replay_tokens=REPLAY_TOKENS)
     kind = PrefillScheduler if case.policy == "sluice" else FixedPointsScheduler
     scheduler = make_scheduler(manager, resume_every_tokens=every, kind=kind)
     return replay(trace, manager, scheduler, f"{trace.name}, {case.memory}, {case.policy}")
