@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test lint types format install check clean
+.PHONY: demo test gpu-check lint types format install check clean
 
 demo: install
 	$(BIN)/python -m sluice.deploy.demo
@@ -11,6 +11,10 @@ demo: install
 # Two workers, a file's tests on one of them: half of the time goes into waiting for processes.
 test: install lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
+
+# One GPU, and a Python with torch and triton; nothing is installed. ARGS=--interpret: without a GPU.
+gpu-check:
+	$(PYTHON) benchmarks/gpu_check.py $(ARGS)
 
 check: lint test
 

@@ -9,9 +9,10 @@ import platform
 import subprocess
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+if TYPE_CHECKING:  # not needed to run, where only torch is installed
+    from rich.console import Console
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -6,7 +6,8 @@ A kernel's file lists the shapes to compile it for beside the kernel:
         Case(_kernel, "decode", {"rows": "*bf16:16", "n": "i32"}, {"BLOCK": 64}, num_warps=8),
     )
 
-and `compile_case(case, arch)` takes it down to machine code.
+and `compile_case(case, arch)` takes it down to machine code. Tests compile each kernel's first
+case.
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@ kinds differ in what they keep of an unfinished block:
     overlapping   the same, twice as wide; a row takes the first half of the channels from the
                   previous block's tokens, the second half from its own:
                       |prev prev prev prev|own own own own| -> row
-    accumulating  three running numbers a channel: max of scores, sum of exp(score - max), and sum
-                  of kv * exp(score - max)
+    accumulating  three running numbers a channel: kernels/accumulators.py
 """
 
 from __future__ import annotations
@@ -16,12 +15,19 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from sluice.kernels.rows import gather_rows
+from sluice.kernels.aot import Case
+from sluice.kernels.launch import block_size, runs_triton
+from sluice.kernels.rows import gather_rows, row_offsets
 
+BLOCK_TOKENS = 8  # a CSA block with the one before it
+MAX_BLOCK_DIM = 128  # enough programs for a device even at one block
 MAX_GATHERED_ELEMENTS = 1 << 20  # of [blocks, tokens, row] at a time: 4 MB, within the last cache
 LOWEST = torch.finfo(torch.float32).min  # exp(LOWEST - anything) is 0, and never NaN as -inf is
+_LOWEST = tl.constexpr(LOWEST)
 
 
 def compress_raw(rows: Tensor, slots: Tensor) -> Tensor:
@@ -30,7 +36,9 @@ def compress_raw(rows: Tensor, slots: Tensor) -> Tensor:
     rows: state pool's layer view [num_pages, rows_per_page, 2, dim] fp32: kv and score of a token.
     slots: [num_blocks, ratio] of each block's tokens. All -1 (padding) gives zeros.
     """
-    return _tiled(_compress_raw, rows, slots)
+    if runs_triton(rows):
+        return _compress(rows, slots, overlap=False)
+    return compress_raw_reference(rows, slots)
 
 
 def compress_overlapping(rows: Tensor, slots: Tensor) -> Tensor:
@@ -41,6 +49,18 @@ def compress_overlapping(rows: Tensor, slots: Tensor) -> Tensor:
     slots: [num_blocks, 2 * ratio]: the previous block's tokens, then the block's own; -1 = none
         (weight 0). All -1 (padding) gives zeros.
     """
+    if runs_triton(rows):
+        return _compress(rows, slots, overlap=True)
+    return compress_overlapping_reference(rows, slots)
+
+
+def compress_raw_reference(rows: Tensor, slots: Tensor) -> Tensor:
+    """`compress_raw` in torch."""
+    return _tiled(_compress_raw, rows, slots)
+
+
+def compress_overlapping_reference(rows: Tensor, slots: Tensor) -> Tensor:
+    """`compress_overlapping` in torch."""
     return _tiled(_compress_overlapping, rows, slots)
 
 
@@ -70,28 +90,83 @@ def _tiled(compress: Callable[[Tensor, Tensor], Tensor], rows: Tensor, slots: Te
     return torch.cat([compress(rows, part) for part in slots.split(tile)])
 
 
-def accumulate_blocks(
-    rows: Tensor, slots: Tensor, block_of_token: Tensor, kv: Tensor, score: Tensor
-) -> Tensor:
-    """Blocks' accumulators (max, sum, weighted kv) after this step: [num_blocks, 3, dim].
+def _compress(rows: Tensor, slots: Tensor, *, overlap: bool) -> Tensor:
+    num_blocks, num_tokens = slots.shape
+    dim = rows.shape[-1] // 2 if overlap else rows.shape[-1]
+    result = rows.new_empty(num_blocks, dim)
+    block_dim = block_size(dim, high=MAX_BLOCK_DIM)
+    if num_blocks:
+        _compress_blocks[(num_blocks, triton.cdiv(dim, block_dim))](
+            rows,
+            slots.contiguous(),
+            result,
+            num_tokens,
+            rows.shape[1],
+            *rows.stride()[:2],
+            DIM=dim,
+            OVERLAP=overlap,
+            BLOCK_DIM=block_dim,
+            BLOCK_TOKENS=BLOCK_TOKENS,
+        )
+    return result
 
-    rows: state pool's layer view [num_pages, rows_per_page, 3, dim] fp32, only read.
-    slots: [num_blocks], where the accumulators of a block's earlier tokens lie; -1 = the block
-        begins in this step.
-    block_of_token: [num_tokens], index into `slots`; kv, score: [num_tokens, dim] fp32.
+
+@triton.jit
+def _compress_blocks(
+    rows: tl.tensor,
+    slots: tl.tensor,
+    result: tl.tensor,
+    num_tokens: tl.tensor,
+    page_rows: tl.tensor,
+    page_stride: tl.tensor,
+    row_stride: tl.tensor,
+    DIM: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+) -> None:
+    """BLOCK_DIM channels of one block's row: program (block, channels).
+
+    rows: kv then score of a token, each of DIM elements, or 2 * DIM with OVERLAP: then the first
+    half of the block's tokens gives its first DIM, the second half its second. slots: [num_blocks,
+    num_tokens]; -1 is not read. result: [num_blocks, DIM] fp32.
     """
-    old_max, old_sum, old_kv = gather_rows(rows, slots).unbind(1)  # [num_blocks, dim]
-    old_max = old_max.masked_fill((slots < 0).unsqueeze(-1), LOWEST)
-    channels = block_of_token.unsqueeze(-1).expand_as(score)
-    new_max = old_max.scatter_reduce(0, channels, score, "amax")
-    weight = torch.exp(score - new_max[block_of_token])
-    kept = torch.exp(old_max - new_max)
-    sums = torch.stack([old_sum * kept, old_kv * kept], dim=1)  # [num_blocks, 2, dim]
-    sums.index_add_(0, block_of_token, torch.stack([weight, weight * kv], dim=1))
-    return torch.cat([new_max.unsqueeze(1), sums], dim=1)
+    block = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
+    width = DIM
+    if OVERLAP:
+        width = 2 * DIM
+    peak = tl.full([BLOCK_DIM], _LOWEST, tl.float32)
+    total = tl.zeros([BLOCK_DIM], tl.float32)
+    acc = tl.zeros([BLOCK_DIM], tl.float32)
+    for start in range(0, num_tokens, BLOCK_TOKENS):
+        token = start + tl.arange(0, BLOCK_TOKENS)
+        slot = tl.load(slots + block * num_tokens + token, mask=token < num_tokens, other=-1)
+        at = row_offsets(slot, page_stride, row_stride, page_rows)
+        if OVERLAP:
+            at += tl.where(token < num_tokens // 2, 0, DIM)
+        at = rows + at[:, None] + channel[None, :]
+        there = (slot >= 0)[:, None] & (channel < DIM)[None, :]
+        kv = tl.load(at, mask=there, other=0.0)
+        score = tl.load(at + width, mask=there, other=_LOWEST)
+        new_peak = tl.maximum(peak, tl.max(score, 0))
+        weight = tl.where(there, tl.exp(score - new_peak[None, :]), 0.0)
+        kept = tl.exp(peak - new_peak)
+        total = total * kept + tl.sum(weight, 0)
+        acc = acc * kept + tl.sum(weight * kv, 0)
+        peak = new_peak
+    row = acc / tl.maximum(total, 1e-30)  # 0 of no tokens; of any, 1 or more
+    tl.store(result + block * DIM + channel, row, mask=channel < DIM)
 
 
-def close_blocks(accumulators: Tensor) -> Tensor:
-    """Rows [num_blocks, dim] fp32 from accumulators [num_blocks, 3, dim], before norm, rotation."""
-    tiny = torch.finfo(torch.float32).tiny  # padding has sum 0
-    return accumulators[:, 2] / accumulators[:, 1].clamp(min=tiny)
+_LAYOUT = {"page_rows": "i32", "page_stride": "i64:16", "row_stride": "i64:16"}
+_FLASH = {"DIM": 512, "BLOCK_DIM": MAX_BLOCK_DIM, "BLOCK_TOKENS": BLOCK_TOKENS}
+AOT = (
+    Case(
+        _compress_blocks,
+        "V4-Flash CSA layer",
+        {"rows": "*fp32:16", "slots": "*i64:16", "result": "*fp32:16", "num_tokens": "i32"}
+        | _LAYOUT,
+        _FLASH | {"OVERLAP": True},
+    ),
+)

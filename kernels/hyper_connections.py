@@ -313,7 +313,7 @@ def _collapse_streams(
     """
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = sums + token * (NUM_OUTPUTS + 1)
-    split_stride = num_tokens.to(tl.int64) * (NUM_OUTPUTS + 1)
+    split_stride = num_tokens * (NUM_OUTPUTS + 1)
     squares = 0.0
     for split in range(NUM_SPLITS):
         squares += tl.load(row + split * split_stride + NUM_OUTPUTS)

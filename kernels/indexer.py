@@ -1,13 +1,21 @@
-"""Indexer: scores of compressed rows for each query, and the choice of the best ones."""
+"""Indexer: scores of compressed rows for each query."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from sluice.kernels.rows import gather_rows
+from sluice.kernels.aot import Case
+from sluice.kernels.launch import block_size, dot, runs_triton
+from sluice.kernels.rows import gather_rows, row_offsets
 
 MAX_SCORE_ELEMENTS = 1 << 22  # of [queries, heads, rows] at a time: 16 MB, near the last cache
+BLOCK_ROWS = {2: 128, 4: 64}  # of keys, by bytes of an element
+TILE_TOKENS = 16  # of a prompt that use a block of keys once it is loaded
 
 
 def index_scores(
@@ -21,6 +29,14 @@ def index_scores(
         that a query may not see mean nothing: `causal_topk` masks them.
     query_start: [num_requests + 1], the tokens of each request.
     """
+    run = _index_scores if runs_triton(queries) else index_scores_reference
+    return run(queries, weights, rows, slots, query_start)
+
+
+def index_scores_reference(
+    queries: Tensor, weights: Tensor, rows: Tensor, slots: Tensor, query_start: Tensor
+) -> Tensor:
+    """`index_scores` in torch, over as many queries at a time as bound the memory."""
     keys = gather_rows(rows, slots).float()  # [num_requests, num_rows, dim]
     queries = queries.float()
     if queries.shape[0] == slots.shape[0]:  # one token a request, so one batched product
@@ -40,28 +56,132 @@ def _weighted(products: Tensor, weights: Tensor) -> Tensor:
     return torch.bmm(weights.unsqueeze(1), products.relu_()).squeeze(1)
 
 
-def causal_topk(scores: Tensor, num_visible: Tensor, k: int) -> Tensor:
-    """The `k` best of each query's first `num_visible` rows, in ascending order of row.
+def _index_scores(
+    queries: Tensor, weights: Tensor, rows: Tensor, slots: Tensor, query_start: Tensor
+) -> Tensor:
+    (num_tokens, num_heads, dim), (num_requests, num_rows) = queries.shape, slots.shape
+    scores = queries.new_empty(num_tokens, num_rows, dtype=torch.float32)
+    tile_tokens = 1 if num_tokens == num_requests else TILE_TOKENS
+    block_rows = BLOCK_ROWS[queries.element_size()]
+    grid = (triton.cdiv(num_rows, block_rows), triton.cdiv(num_tokens, tile_tokens))
+    if scores.numel():
+        _score_rows[grid](
+            queries.contiguous(),
+            weights.contiguous(),
+            rows,
+            slots.contiguous(),
+            query_start,
+            scores,
+            num_tokens,
+            num_requests,
+            num_rows,
+            rows.shape[1],
+            *rows.stride()[:2],
+            NUM_HEADS=num_heads,
+            DIM=dim,
+            BLOCK_HEADS=block_size(num_heads, low=16, high=1 << 30),
+            BLOCK_DIM=block_size(dim, low=16, high=1 << 30),
+            BLOCK_ROWS=block_rows,
+            TILE_TOKENS=tile_tokens,
+            **_SCORE,
+        )
+    return scores
 
-    scores: [num_tokens, num_rows] fp32; num_visible: [num_tokens].
-    Returns [num_tokens, min(k, num_rows)] int64; -1, at the end, where fewer rows are visible.
-    Equal scores at the cut go to the lowest rows, so that neither chunking nor batch nor role can
-    change a choice.
+
+@triton.jit
+def _request_of(query_start: tl.tensor, num_requests: tl.tensor, token: tl.tensor) -> tl.tensor:
+    """The last request that begins at `token` or before."""
+    low, high = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32) + num_requests
+    while high - low > 1:
+        middle = (low + high) // 2
+        begins = tl.load(query_start + middle) <= token
+        low = tl.where(begins, middle, low)
+        high = tl.where(begins, high, middle)
+    return low
+
+
+@triton.jit
+def _score_rows(
+    queries: tl.tensor,
+    weights: tl.tensor,
+    rows: tl.tensor,
+    slots: tl.tensor,
+    query_start: tl.tensor,
+    scores: tl.tensor,
+    num_tokens: tl.tensor,
+    num_requests: tl.tensor,
+    num_rows: tl.tensor,
+    page_rows: tl.tensor,
+    page_stride: tl.tensor,
+    row_stride: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+) -> None:
+    """BLOCK_ROWS rows for TILE_TOKENS tokens: program (rows, tokens), a request at a time.
+
+    queries: [num_tokens, NUM_HEADS, DIM]; weights: [num_tokens, NUM_HEADS]; slots: [num_requests,
+    num_rows]; scores: [num_tokens, num_rows]; all contiguous. A block of rows whose slots are all
+    -1 is neither read nor scored.
     """
-    num_rows = scores.shape[1]
-    k = min(k, num_rows)
-    row = torch.arange(num_rows, device=scores.device)
-    visible = row < num_visible.unsqueeze(1)
-    if k == num_rows:
-        return torch.where(visible, row, -1)
-    scores = scores.masked_fill(~visible, -torch.inf)
-    cut = scores.topk(k, sorted=False).values.amin(1, keepdim=True)
-    above = scores > cut
-    at_cut = (scores == cut) & visible
-    places = k - above.sum(1, keepdim=True)  # left for rows at the cut
-    chosen = above | (at_cut & (at_cut.cumsum(1) <= places))
-    # The n-th chosen row goes to column n; the others share column k, which is cut off.
-    column = torch.where(chosen, chosen.cumsum(1) - 1, k)
-    result = row.new_full((scores.shape[0], k + 1), -1)
-    result.scatter_(1, column, torch.where(chosen, row, -1))
-    return result[:, :k]
+    place = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    first = tl.program_id(1) * TILE_TOKENS
+    last = tl.minimum(first + TILE_TOKENS, num_tokens)
+    head, channel = tl.arange(0, BLOCK_HEADS), tl.arange(0, BLOCK_DIM)
+    element = head[:, None] * DIM + channel[None, :]
+    within = (head < NUM_HEADS)[:, None] & (channel < DIM)[None, :]
+    width = tl.full([], 0, tl.int64) + num_rows  # scores may be more than 32 bits count
+    begin = _request_of(query_start, num_requests, first)
+    end = _request_of(query_start, num_requests, last - 1) + 1
+    for request in range(begin, end):
+        slot = tl.load(slots + request * num_rows + place, place < num_rows, other=-1)
+        at = rows + row_offsets(slot, page_stride, row_stride, page_rows)
+        there = (slot >= 0)[:, None] & (channel < DIM)[None, :]
+        key = tl.load(at[:, None] + channel[None, :], mask=there, other=0.0)
+        stop = tl.minimum(tl.load(query_start + request + 1).to(tl.int32), last)
+        stop = tl.where(tl.max(slot, 0) >= 0, stop, first)
+        start = tl.maximum(tl.load(query_start + request).to(tl.int32), first)
+        for token in range(start, stop):
+            query = tl.load(queries + token * NUM_HEADS * DIM + element, mask=within, other=0.0)
+            products = dot(
+                key.to(query.dtype),
+                tl.trans(query),
+                tl.zeros([BLOCK_ROWS, BLOCK_HEADS], tl.float32),
+            )
+            weight = tl.load(weights + token * NUM_HEADS + head, mask=head < NUM_HEADS, other=0.0)
+            score = tl.sum(tl.maximum(products, 0.0) * weight[None, :], 1)
+            tl.store(scores + token * width + place, score, mask=place < num_rows)
+
+
+_SCORE: dict[str, Any] = {"num_warps": 4, "num_stages": 3}
+_SCORE_SIGNATURE = {
+    "queries": "*bf16:16",
+    "weights": "*fp32:16",
+    "rows": "*bf16:16",
+    "slots": "*i64:16",
+    "query_start": "*i64:16",
+    "scores": "*fp32:16",
+    **dict.fromkeys(("num_tokens", "num_requests", "num_rows", "page_rows"), "i32"),
+    "page_stride": "i64:16",
+    "row_stride": "i64:16",
+}
+_FLASH = {"NUM_HEADS": 64, "DIM": 128, "BLOCK_HEADS": 64, "BLOCK_DIM": 128, "BLOCK_ROWS": 128}
+AOT = (
+    Case(
+        _score_rows,
+        "V4-Flash decode",
+        _SCORE_SIGNATURE,
+        _FLASH | {"TILE_TOKENS": 1},
+        **_SCORE,
+    ),
+    Case(
+        _score_rows,
+        "V4-Flash prefill",
+        _SCORE_SIGNATURE,
+        _FLASH | {"TILE_TOKENS": TILE_TOKENS},
+        **_SCORE,
+    ),
+)

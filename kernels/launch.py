@@ -3,9 +3,11 @@
 Each operation is one file: the public function asks `runs_triton` and calls the kernel or the
 reference below it, which has the same signature. With TRITON_INTERPRET=1 in the environment before
 triton is imported, Triton itself runs every kernel in its interpreter, on CPU tensors: that is how
-kernels are tested where no device is at hand. Traps of the interpreter (3.9): a dot of bf16
-multiplies bit patterns (use `dot` below); conversion to bf16 cuts off instead of rounding; a mask
-must not be combined with a scalar condition (`mask & (slot >= 0)`): move it into a bound.
+kernels are tested where no device is at hand.
+
+Traps of the interpreter (3.9): a dot of bf16 multiplies bit patterns (use `dot` below); conversion
+to bf16 cuts off instead of rounding; a tensor's mask must not be combined with a scalar condition
+(`mask & (slot >= 0)`): move it into a bound; a constexpr is no scalar: use `tl.full([], x, type)`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from torch import Tensor
+
+from sluice.kernels.aot import Case
+from sluice.kernels.launch import block_size, runs_triton
+from sluice.kernels.matmul import Weight, grouped_linear, linear
 
 
 def router_scores(x: Tensor, weight: Tensor) -> Tensor:
@@ -24,25 +30,43 @@ def route(scores: Tensor, experts: Tensor, routed_scale: float) -> Tensor:
     return chosen * (routed_scale / chosen.sum(1, keepdim=True).clamp(min=1e-20))
 
 
-def swiglu(gate_up: Tensor, limit: float) -> Tensor:
-    """silu(min(gate, limit)) * clamp(up, -limit, limit), in fp32.
+def swiglu(gate_up: Tensor, limit: float, weights: Tensor | None = None) -> Tensor:
+    """silu(min(gate, limit)) * clamp(up, -limit, limit) * weights, in fp32, cast once.
 
-    gate_up: [n, 2 * width], gate first. Returns fp32 [n, width].
+    gate_up: [n, 2 * width], gate first; weights: [n] fp32, or None for ones. Returns [n, width] of
+    gate_up's dtype.
     """
+    if not runs_triton(gate_up):
+        return swiglu_reference(gate_up, limit, weights)
+    n, width = gate_up.shape[0], gate_up.shape[1] // 2
+    result = gate_up.new_empty(n, width)
+    if n:
+        block = block_size(width, high=1024)
+        _swiglu[(n, triton.cdiv(width, block))](
+            gate_up.contiguous(), weights, result, limit, width, BLOCK=block
+        )
+    return result
+
+
+def swiglu_reference(gate_up: Tensor, limit: float, weights: Tensor | None = None) -> Tensor:
+    """`swiglu` in torch."""
     gate, up = gate_up.float().chunk(2, dim=1)
-    return F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+    gated = F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+    if weights is not None:
+        gated *= weights.unsqueeze(1)
+    return gated.to(gate_up.dtype)
 
 
-def mlp(x: Tensor, w13: Tensor, w2: Tensor, limit: float) -> Tensor:
+def mlp(x: Tensor, w13: Weight, w2: Weight, limit: float) -> Tensor:
     """One expert for all tokens: [num_tokens, hidden].
 
     x: [num_tokens, hidden]; w13: [2 * width, hidden], gate first; w2: [hidden, width].
     """
-    return F.linear(swiglu(F.linear(x, w13), limit).to(x.dtype), w2)
+    return linear(swiglu(linear(x, w13), limit), w2)
 
 
 def routed_experts(
-    x: Tensor, experts: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, limit: float
+    x: Tensor, experts: Tensor, weights: Tensor, w13: Weight, w2: Weight, limit: float
 ) -> Tensor:
     """Weighted sum of each token's experts: fp32 [num_tokens, hidden].
 
@@ -51,20 +75,48 @@ def routed_experts(
     A token's sum runs in the order of its choices, whatever else is in the batch.
     """
     num_tokens, num_chosen = experts.shape
-    order = experts.flatten().argsort(stable=True)  # [num_tokens * num_chosen], by expert
-    counts = experts.flatten().bincount(minlength=w13.shape[0]).tolist()
-    hidden = swiglu(_grouped_linear(x[order // num_chosen], counts, w13), limit)
-    hidden *= weights.flatten()[order].unsqueeze(1)  # before w2, as the models were trained
-    outputs = x.new_empty(num_tokens * num_chosen, x.shape[1], dtype=torch.float32)
-    outputs[order] = _grouped_linear(hidden.to(x.dtype), counts, w2).float()
+    chosen = experts.flatten()
+    order = chosen.argsort(stable=True)  # [num_tokens * num_chosen], by expert
+    counts = chosen.new_zeros(len(w13)).index_add_(0, chosen, torch.ones_like(chosen))
+    gate_up = grouped_linear(x, w13, counts, torch.div(order, num_chosen, rounding_mode="floor"))
+    # Weighted before w2, as the models were trained.
+    hidden = swiglu(gate_up, limit, weights.flatten()[order])
+    outputs = torch.empty(len(order), x.shape[1], dtype=torch.float32, device=x.device)
+    outputs[order] = grouped_linear(hidden, w2, counts).float()
     return outputs.view(num_tokens, num_chosen, -1).sum(1)
 
 
-def _grouped_linear(x: Tensor, counts: list[int], weight: Tensor) -> Tensor:
-    """Rows sorted by expert, each times its own expert's matrix.
+@triton.jit
+def _swiglu(
+    gate_up: tl.tensor,
+    weights: tl.tensor,
+    result: tl.tensor,
+    limit: tl.tensor,
+    width: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Program (row, part) writes BLOCK channels of result [n, width] from gate_up [n, 2 * width].
 
-    x: [n, in], `counts[e]` rows for expert e in turn; weight: [num_experts, out, in]. -> [n, out]
+    weights: [n] fp32 or None.
     """
-    groups = x.split(counts)
-    hit = [e for e, count in enumerate(counts) if count]
-    return torch.cat([F.linear(groups[e], weight[e]) for e in hit])
+    row = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = channel < width
+    at = gate_up + row * 2 * width + channel
+    gate = tl.minimum(tl.load(at, mask=inside, other=0).to(tl.float32), limit)
+    up = tl.load(at + width, mask=inside, other=0).to(tl.float32)
+    gated = gate * tl.sigmoid(gate) * tl.minimum(tl.maximum(up, -limit), limit)
+    if weights is not None:
+        gated *= tl.load(weights + row)
+    tl.store(result + row * width + channel, gated.to(result.dtype.element_ty), mask=inside)
+
+
+AOT = (
+    Case(
+        _swiglu,
+        "V4-Flash expert",
+        {"gate_up": "*bf16:16", "weights": "*fp32:16", "result": "*bf16:16"}
+        | {"limit": "fp32", "width": "i32:16"},
+        {"BLOCK": 1024},
+    ),
+)

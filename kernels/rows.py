@@ -132,10 +132,11 @@ def _copy(
 
 @triton.jit
 def row_offsets(
-    slots: tl.tensor, page_stride: tl.tensor, row_stride: tl.tensor, PAGE_ROWS: tl.constexpr
+    slots: tl.tensor, page_stride: tl.tensor, row_stride: tl.tensor, page_rows: tl.tensor
 ) -> tl.tensor:
     """Offsets of the elements at int64 `slots`, of any shape, in a layer's view; -1 gives none."""
-    return slots // PAGE_ROWS * page_stride + slots % PAGE_ROWS * row_stride
+    slots = slots.to(tl.int32)  # which a device divides ten times faster
+    return (slots // page_rows).to(tl.int64) * page_stride + (slots % page_rows) * row_stride
 
 
 @triton.jit

@@ -19,7 +19,7 @@ from torch import Tensor
 from sluice.kernels.aot import Case
 from sluice.kernels.launch import block_size, runs_triton
 
-MAX_BLOCK = 4096  # logits at a time
+MAX_BLOCK = 2048  # logits at a time
 
 
 def draw_tokens(
@@ -38,10 +38,8 @@ def draw_tokens(
         at least 1 (vocab keeps all). top_p, min_p: fp64, in [0, 1]. The likeliest token stays
         whatever they are. Masses are fp64.
     """
-    reference = draw_tokens_reference
-    if runs_triton(logits):
-        reference = _launch
-    return reference(logits, draws, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    run = _launch if runs_triton(logits) else draw_tokens_reference
+    return run(logits, draws, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
 
 
 def draw_tokens_reference(
@@ -222,7 +220,7 @@ def _draw_token(
         low_keys = tl.minimum(low_keys, tl.where(weight > 0, keys, 1 << 32))
     kept = tl.sum(mass, 0)
     low, high = tl.min(low_keys, 0), tl.max(top_keys, 0)
-    most_ties = vocab.to(tl.int64)  # of the tokens at `low`, the lowest that is kept
+    most_ties = tl.full([], 0, tl.int64) + vocab  # of the tokens at `low`, the lowest that is kept
     tl.debug_barrier()  # other threads read the weights
 
     k = tl.load(top_k + row)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from sluice.kernels.attention import sparse_attention
 from sluice.kernels.norm import norm_and_rotate, rms_norm
-from sluice.kernels.rope import rotate_
 from sluice.model.compression import csa_source, hca_source
 from sluice.model.config import LayerType
 from sluice.model.pools import SWA_KV
@@ -35,9 +34,8 @@ def attention(x: Tensor, weights: AttentionWeights, at: LayerStep) -> Tensor:
     elif at.layer_type is LayerType.HCA:
         sources.append(hca_source(x, weights, at))
 
-    output = sparse_attention(queries, sources, weights.sinks, config.head_dim**-0.5)
-    # K = V, so the output carries the keys' rotation: undo it at the query's position.
-    return _project(rotate_(output, at.rotation.conj()), weights)
+    scale = config.head_dim**-0.5
+    return _project(sparse_attention(queries, sources, weights.sinks, scale, at.rotation), weights)
 
 
 def _project(output: Tensor, weights: AttentionWeights) -> Tensor:

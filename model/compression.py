@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from sluice.kernels.indexer import causal_topk, index_scores
+from sluice.kernels.indexer import index_scores
 from sluice.kernels.norm import norm_and_rotate
 from sluice.kernels.rope import rotate_
+from sluice.kernels.topk import causal_topk
 from sluice.model.placement import row_slots
 from sluice.model.pool_rows import Source
 from sluice.model.pools import C4_INDEX_K, C4_KV, C128_KV

@@ -7,12 +7,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from sluice.kernels.compressor import (
-    accumulate_blocks,
-    close_blocks,
-    compress_overlapping,
-    compress_raw,
-)
+from sluice.kernels.accumulators import accumulate_blocks, close_blocks
+from sluice.kernels.compressor import compress_overlapping, compress_raw
 from sluice.kernels.rows import write_rows
 
 

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sluice.cache.row_format import RowFormat
 from sluice.cache.spec import Block, Full, PoolSpec, TableSpec, Window, tables_of
 
 RETENTIONS = st.one_of(
@@ -24,6 +25,21 @@ def pool(**changes):
 def test_sizes_follow_from_shape_and_span():
     spec = pool()
     assert (spec.rows_per_page, spec.row_bytes, spec.page_bytes) == (4, 12, 2 * 4 * 12)
+
+
+def test_a_packed_row_has_its_formats_bytes_and_stays_the_vector_that_it_was():
+    packing = RowFormat("small", 2, 1, tile=2, code="e4m3", scale="ue8m0")
+    spec = pool(choices=("bfloat16", packing)).stored_as("small")
+    assert (spec.format, spec.row_bytes, spec.number_dtype) == (packing, 8, "uint8")
+    assert (spec.row_shape, spec.page_shape) == ((3,), (2, 4, 8))
+    assert spec.stored_as("bfloat16").page_shape == (2, 4, 3)
+
+
+def test_only_declared_dtypes_and_formats_can_be_chosen():
+    with pytest.raises(ValueError, match="pool p: dtype is 'float16', expected float32,"):
+        pool().stored_as("float16")
+    with pytest.raises(ValueError, match="pool p: dtype is 'fp9'"):
+        pool(dtype="fp9")
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,10 @@ def failed(*arguments):
         ({("model", "path"): "nowhere"}, ["nowhere", "no such folder", "make-checkpoint"]),
         ({("model", "max_model_len"): 10**6}, ["max_model_len is 1000000", "8192"]),
         ({("prefill", "pools"): {"swa_kvv": {}}}, ["prefill.pools.swa_kvv", "'swa_kv'"]),
+        (
+            {("decode", "pools"): {"swa_kv": {"dtype": "fp4"}}},
+            ["decode.pools.swa_kv", "dtype is 'fp4'", "fp8_v4"],
+        ),
         ({("prefill", "device"): "cuda"}, ["prefill.num_gpus is 0", "1 or more"]),
         ({("transfer", "backend"): "local"}, ["transfer.backend", "UCX"]),
         ({("ray", "namespace"): "a b"}, ["ray.namespace", "'a b'"]),

@@ -11,15 +11,14 @@ import pytest
 from sluice.kernels.aot import ARCHES, all_cases, compile_case
 from sluice.kernels.launch import INTERPRETED
 
-FILES = sorted((Path(__file__).parent / "interpreted").glob("test_*.py"))
-CASES = list(all_cases())
+TESTS = [str(folder) for folder in Path(__file__).parents[1].glob("*/interpreted")]
+CASES = {case.kernel: case for case in reversed(list(all_cases()))}  # each kernel's first
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_a_kernel_equals_its_reference_in_the_interpreter(path):
-    """In a process of its own: triton reads the variable when it is imported."""
+def test_every_kernel_equals_its_reference_in_the_interpreter():
+    """In a process of its own, since triton reads the variable when it is imported."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "not gpu", str(path)],
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "not gpu", *TESTS],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
@@ -30,7 +29,7 @@ def test_a_kernel_equals_its_reference_in_the_interpreter(path):
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 @pytest.mark.parametrize("arch", ARCHES)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.name)
 def test_a_kernel_compiles_to_machine_code(case, arch):
     used = compile_case(case, arch)
     assert used.cubin_bytes
@@ -39,7 +38,7 @@ def test_a_kernel_compiles_to_machine_code(case, arch):
 
 def test_every_kernel_has_a_compile_case():
     """A kernel is what is launched: `_name[grid](...)`."""
-    compiled = {case.kernel.__name__ for case in CASES}
+    compiled = {kernel.__name__ for kernel in CASES}
     launched = {
         name
         for path in (Path(__file__).parents[2] / "kernels").glob("*.py")

@@ -1,7 +1,7 @@
 """Kernels against their references: on CPU tensors in Triton's interpreter, or on a device.
 
-Triton decides at its import which it is, so tests/kernels/test_kernels.py runs these files in
-processes of their own; on a machine with a GPU they can also be run as they are, with `-m gpu`.
+Triton decides at its import which it is, so tests/kernels/test_kernels.py runs these files in a
+process of its own; on a machine with a GPU they also run as they are, with `-m gpu`.
 """
 
 import pytest
