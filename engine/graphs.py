@@ -13,6 +13,7 @@ On a CPU the same function runs on the same buffers, in the batch's own size.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_
@@ -126,18 +127,18 @@ class StepBuffers:
 
     def _write(self, row: int, chunk: Chunk) -> list[TableSpec]:
         """Bring a row up to date; returns the tables whose pages are others than before."""
-        holder, changed = self._holders[row], []
         self._numbers.host[2, row] = chunk.request.history_tokens
-        valid_until = min(pages.end * table.tokens_per_page for table, pages in holder.items())
-        for table, pages in holder.items():
-            first, count = self._firsts[table], self._num_pages[table]
+        valid_until, changed = math.inf, []
+        for table, pages in self._holders[row].items():
+            valid_until = min(valid_until, pages.end * table.tokens_per_page)
             if not table.keeps_all:
                 valid_until = min(valid_until, table.page_expires_at(pages.first))
-            if (first[row], count[row]) != (pages.first, len(pages.pages)):
+            count, counts, firsts = len(pages.pages), self._num_pages[table], self._firsts[table]
+            if counts[row] != count or firsts[row] != pages.first:
                 target = self._tables[table].host[row]
-                target[len(pages.pages) : count[row]] = NULL_PAGE
-                target[: len(pages.pages)] = pages.pages
-                first[row], count[row] = pages.first, len(pages.pages)
+                target[count : counts[row]] = NULL_PAGE
+                target[:count] = pages.pages
+                counts[row], firsts[row] = count, pages.first
                 changed.append(table)
         self._valid_until[row] = valid_until
         return changed
