@@ -19,15 +19,19 @@ from sluice.cache.budget import plan_pages
 from sluice.cache.manager import CacheManager, PageCopy
 from sluice.cache.prefix_tree import Hit
 from sluice.cache.spec import PoolSpec, TableSpec, tables_of
-from sluice.engine.batch import Chunk, build_inputs
+from sluice.engine.batch import Chunk
+from sluice.engine.graphs import DecodeSteps
 from sluice.engine.protocol import PageGrant, PrefillResult, SamplingParams
 from sluice.engine.request import Request
 from sluice.engine.runner import Runner
+from sluice.model.inputs import ForwardInputs
 from sluice.model.registry import Model
+from sluice.model.step import Pools
 from sluice.prefill_node.scheduler import Job, PrefillScheduler
 
 STEP_TOKENS = 2048
 MAX_REQUESTS = 16
+MAX_MODEL_LEN = 1 << 20
 NEVER_TOKENS = 1 << 40  # a distance between resume points that no prompt reaches
 
 
@@ -40,17 +44,19 @@ class ModelFreeRunner(Runner):
         self.specs = manager.specs
         self.pools = {}
         self.device = "cpu"
-        self.max_model_len = 1 << 20
-        self.model = cast(Model, SimpleNamespace(fingerprint=""))
-        self._grammars = None
+        self.max_model_len = MAX_MODEL_LEN
         self._logits = logits if logits is not None else torch.zeros(1, 1)
+        self.model = cast(Model, SimpleNamespace(fingerprint="", forward=self._forward))
+        self._grammars = None
+        self._decode = DecodeSteps(
+            self.model, self.pools, manager, max_tokens=MAX_MODEL_LEN, device="cpu"
+        )
 
     def copy_pages(self, copies: Iterable[PageCopy]) -> None:
         """Pages without content need no copies."""
 
-    def step(self, chunks: Sequence[Chunk]) -> torch.Tensor:
-        build_inputs(chunks, self.manager, self.device)
-        return self._logits[: len(chunks)]
+    def _forward(self, inputs: ForwardInputs, pools: Pools) -> torch.Tensor:
+        return self._logits[: inputs.num_requests]
 
 
 class FixedPointsScheduler(PrefillScheduler):

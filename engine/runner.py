@@ -16,6 +16,7 @@ from sluice.cache.spec import PoolSpec
 from sluice.engine.batch import Chunk, build_inputs
 from sluice.engine.config import RoleConfig, SluiceConfig
 from sluice.engine.grammar import Grammars
+from sluice.engine.graphs import DecodeSteps
 from sluice.engine.protocol import (
     ConfigError,
     GenerateRequest,
@@ -73,6 +74,9 @@ class Runner:
             identity=model.fingerprint,
             prefix_cache=role.prefix_cache,
             replay_tokens=model.replay_tokens,
+        )
+        self._decode = DecodeSteps(
+            model, self.pools, self.manager, max_tokens=max_model_len, device=self.device
         )
 
     @classmethod
@@ -155,8 +159,11 @@ class Runner:
     def step(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         """Compute the chunks; returns fp32 logits [num_requests, vocab] of their last tokens.
 
-        The pages for [start, end) of every chunk must be held.
+        The pages for [start, end) of every chunk must be held. The logits may be overwritten by the
+        next step.
         """
+        if all(end - start == 1 for _, start, end in chunks):
+            return self._decode.run(chunks)
         inputs = build_inputs(chunks, self.manager, self.device)
         return self.model.forward(inputs, self.pools)
 

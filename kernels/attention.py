@@ -69,16 +69,16 @@ def sparse_attention_reference(
 def _attend(queries: Tensor, sources: Sequence[Source], sinks: Tensor, scale: float) -> Tensor:
     scaled = queries.float() * scale
     gathered = [gather_rows(rows, slots).float() for rows, slots in sources]
-    scores = torch.cat([torch.bmm(scaled, rows.transpose(1, 2)) for rows in gathered], dim=2)
+    products = [torch.bmm(scaled, rows.transpose(1, 2)) for rows in gathered]
+    sink = sinks.view(1, -1, 1).expand(len(queries), -1, 1)
+    scores = torch.cat([*products, sink], dim=2)  # [num_tokens, num_heads, num_rows + 1]
     absent = torch.cat([slots < 0 for _, slots in sources], dim=1).unsqueeze(1)
-    scores.masked_fill_(absent, -torch.inf)  # [num_tokens, num_heads, num_rows]
-    # exp(s) / (sum exp(s) + exp(sink)) = softmax(s) * sigmoid(logsumexp(s) - sink)
-    kept = torch.sigmoid(scores.logsumexp(2) - sinks)  # [num_tokens, num_heads]
-    weights = scores.softmax(2).split([rows.shape[1] for rows in gathered], dim=2)
+    scores[:, :, :-1].masked_fill_(absent, -torch.inf)
+    weights = scores.softmax(2).split([*(rows.shape[1] for rows in gathered), 1], dim=2)
     result = torch.bmm(weights[0], gathered[0])
-    for weight, rows in zip(weights[1:], gathered[1:], strict=True):
+    for weight, rows in zip(weights[1:-1], gathered[1:], strict=True):
         result.baddbmm_(weight, rows)
-    return result.mul_(kept.unsqueeze(2)).to(queries.dtype)
+    return result.to(queries.dtype)
 
 
 def _launch(

@@ -73,7 +73,8 @@ def gather_rows_reference(rows: Tensor, slots: Tensor) -> Tensor:
     """`gather_rows` in torch."""
     flat, index = _flat(rows, slots.reshape(-1))
     gathered = flat.index_select(0, index)  # [n, row_size]
-    gathered.masked_fill_((slots < 0).reshape(-1, 1), 0)
+    absent = (slots < 0).flatten().nonzero().squeeze(1)
+    gathered.index_fill_(0, absent, 0)  # few, where masking would pass over all
     return gathered.view(*slots.shape, *rows.shape[2:])
 
 
@@ -90,20 +91,19 @@ def _flat(rows: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
     A page of the layer begins every `page_stride` rows: the rows of the other layers lie between,
     reachable by index but never indexed.
     """
-    num_pages, rows_per_page = rows.shape[:2]
-    row = rows[0, 0]
+    num_pages, rows_per_page, *row_shape = rows.shape
     # The stride of an extent of 1 means nothing: then pages are rows.
     row_stride = rows.stride(1) if rows_per_page > 1 else rows.stride(0)
     page_stride = rows.stride(0) // row_stride
-    assert row.is_contiguous(), "the elements of a row must be contiguous"
+    assert not row_shape or rows.stride(-1) == 1, "the elements of a row must be contiguous"
     assert rows.stride(0) % row_stride == 0, "pages must be a whole number of rows apart"
     num_rows = (num_pages - 1) * page_stride + rows_per_page
-    flat = rows.as_strided((num_rows, row.numel()), (row_stride, 1))
+    flat = rows.as_strided((num_rows, math.prod(row_shape)), (row_stride, 1))
     slots = slots.clamp(min=0)
     if page_stride == rows_per_page:
         return flat, slots
     pages = torch.div(slots, rows_per_page, rounding_mode="floor")
-    return flat, slots + pages * (page_stride - rows_per_page)
+    return flat, torch.add(slots, pages, alpha=page_stride - rows_per_page)
 
 
 def _copy(

