@@ -162,7 +162,7 @@ def faked(value):
 
 def decode_in(mode, model, num_rows):
     """A decode step of the model; its pools, weights and inputs are fakes."""
-    pages = {table: 20 for table in tables_of(model.specs)}
+    pages = dict.fromkeys(tables_of(model.specs), 20)
     manager = CacheManager(model.specs, pages, num_rows)
     inputs = StepBuffers(manager, max_tokens=model.max_model_len, device="cpu").inputs(num_rows)
     wide = {t: (num_rows, t.max_pages(1, model.max_model_len)) for t in manager.tables}
