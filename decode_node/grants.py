@@ -87,9 +87,13 @@ class Grants:
         self._held[grant_id] = max(now, stream.deadline) + 2 * self.lease_s
 
     def hold_longer(self, grant_id: str, now: float) -> None:
-        """A write to a held grant was seen, which renews the lease that prefill sees."""
+        """A write to a held grant was seen, or may come: prefill's lease may be a new one."""
         if grant_id in self._held:
             self._held[grant_id] = now + 3 * self.lease_s
+
+    def let_go(self, grant_id: str) -> bool:
+        """Hold the grant no longer; returns whether it was held."""
+        return self._held.pop(grant_id, None) is not None
 
     def take_held(self, now: float) -> list[str]:
         """Grants whose pages are safe to reuse now."""

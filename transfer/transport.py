@@ -106,6 +106,4 @@ def make_transport(choice: TransportChoice, node_id: str) -> Transport:
             f"transfer.backend: {choice.backend} needs NIXL, which cannot be imported here "
             f"({error}); install nixl, or set backend: local for nodes within one process"
         ) from error
-    return NixlTransport(
-        name, choice.backend, choice.backend_params, max_silence_s=choice.lease_s
-    )
+    return NixlTransport(name, choice.backend, choice.backend_params, max_silence_s=choice.lease_s)
