@@ -3,11 +3,12 @@
     reserve ──► pending ──all pages landed──► running ──last token──► gone
                   │ lease over, or release        │ release
                   ▼ with a write in flight        ▼
-                 held ──lease + margin──► gone   gone
+                 held ──2 leases──► gone         gone
 
 A request whose prompt is computed here runs at once, and nothing is ever written to its grant.
 A pending grant's pages may be the target of a write that is on its way. They are reused only when
-prefill says that nothing is in flight, or when no lease it could have seen is still running.
+prefill says that nothing is in flight, or when no lease it could have seen is still running and
+what it abandoned at the end of that can arrive no more: a lease for each of the two.
 """
 
 from __future__ import annotations
@@ -89,14 +90,18 @@ class Grants:
         del self._streams[grant_id]
 
     def hold(self, grant_id: str, now: float) -> None:
-        """Stop serving the grant but keep its pages for a lease and as much again as margin."""
+        """Stop serving the grant but keep its pages while a write may arrive."""
         stream = self._streams.pop(grant_id)
-        self._held[grant_id] = max(now, stream.deadline) + self.lease_s
+        self._held[grant_id] = max(now, stream.deadline) + 2 * self.lease_s
 
     def hold_longer(self, grant_id: str, now: float) -> None:
-        """A write to a held grant was seen: its pages wait another lease and margin."""
+        """A write to a held grant was seen, or may come: prefill's lease may be a new one."""
         if grant_id in self._held:
-            self._held[grant_id] = now + 2 * self.lease_s
+            self._held[grant_id] = now + 3 * self.lease_s
+
+    def let_go(self, grant_id: str) -> bool:
+        """Hold the grant no longer; returns whether it was held."""
+        return self._held.pop(grant_id, None) is not None
 
     def take_held(self, now: float) -> list[str]:
         """Grants whose pages are safe to reuse now."""

@@ -101,7 +101,7 @@ class DecodeNode:
     def release(self, grant_id: str, *, in_flight: bool) -> Future[None]:
         """End the request. Unknown ids are ignored.
 
-        in_flight: a write may still land, so the pages wait out the lease.
+        in_flight: a write may still land, so the pages wait; each call prolongs that.
         """
         return self._loop.call(lambda: self._release(grant_id, in_flight=in_flight))
 
@@ -199,6 +199,7 @@ class DecodeNode:
     def _release(self, grant_id: str, *, in_flight: bool) -> None:
         stream = self._grants.get(grant_id)
         if stream is None:
+            self._release_held(grant_id, in_flight=in_flight)
             return
         if in_flight and not stream.running:
             self._receiver.retire(grant_id)
@@ -207,6 +208,12 @@ class DecodeNode:
             self._grants.remove(grant_id)
             self._free(grant_id)
         stream.end()
+
+    def _release_held(self, grant_id: str, *, in_flight: bool) -> None:
+        if in_flight:
+            self._grants.hold_longer(grant_id, time.monotonic())
+        elif self._grants.let_go(grant_id):
+            self._free(grant_id)
 
     def _free(self, grant_id: str) -> None:
         self._receiver.forget(grant_id)

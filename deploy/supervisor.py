@@ -77,12 +77,23 @@ def _on_signals() -> asyncio.Event:
 
 
 def _start_controller(config: SluiceConfig) -> Any:
-    """Start the controller's process. Raises ConfigError if the cluster has one by that name."""
+    """Start the controller's process. Raises ConfigError if the cluster has one by that name.
+
+    It runs on this host, which it cannot outlive anyway: on another, that host's loss or a cut
+    cable to it would end or blind the whole deployment.
+    """
     import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     from sluice.deploy.controller_actor import CONTROLLER, ControllerActor
 
-    options = {"name": CONTROLLER, "num_cpus": 0, "max_concurrency": 1000}
+    here = ray.get_runtime_context().get_node_id()
+    options = {
+        "name": CONTROLLER,
+        "num_cpus": 0,
+        "max_concurrency": 1000,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(here, soft=False),
+    }
     try:
         return ray.remote(ControllerActor).options(**options).remote(config)
     except ValueError as error:

@@ -346,7 +346,7 @@ class DecodeClient(Protocol):
         """End the request and give its pages back; unknown ids are ignored.
 
         in_flight: prefill could not be asked, so a write may still land: the pages are reused
-        only after the lease.
+        leases later. Call again to prolong that, and without it once prefill has answered.
         """
         ...
 

@@ -63,6 +63,7 @@ class RoutedNode(Generic[Client]):
         self.client = client
         self.info: NodeInfo = client.info
         self.draining = False
+        self.closed = False  # the cluster no longer names it
         self.status: NodeStatus | None = None
         self.lost_because: str | None = None
         self.last_picked = 0  # order of picks, for the policy
@@ -205,6 +206,7 @@ class RoutedNode(Generic[Client]):
 
     def close(self, reason: str) -> None:
         """End the view for good."""
+        self.closed = True
         self._watcher.cancel()
         self.lose(reason, level=logging.INFO)
 

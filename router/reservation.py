@@ -7,7 +7,8 @@ Life:
     Without a prefill node decode computes the prompt at the beginning of its stream
  4. stream: decode's tokens
  5. give back, always, once, whatever happened: stop prefill unless it has handed over, release
-    the grant, return the credit
+    the grant, return the credit. While prefill is alive but does not answer, it may still write
+    whenever it does: the grant's pages are kept from reuse until it has, or has left the cluster
 Step 5 runs as a task of its own, so that a cancelled request cannot interrupt it.
 """
 
@@ -35,7 +36,7 @@ from sluice.router.queue import Pair, Ticket
 
 logger = logging.getLogger(__name__)
 
-CALL_LIMIT_S = 5.0  # abort and release are short; a node that takes longer is given up on
+CALL_LIMIT_S = 5.0  # abort and release are short; a node that takes longer does not answer
 CLEANUP_PATIENCE_S = 1.0  # the request itself waits so long for the return, then goes on
 
 
@@ -104,15 +105,24 @@ class Reservation:
         request_id = self._request.request_id
         try:
             grant = await self._grant_if_any()
-            in_flight = self._may_be_in_flight and not await self._stop_prefill()
-            if self._prefill is not None:
-                self._prefill.give_back(request_id)
             if grant is not None:
-                await self._release(grant, in_flight)
+                await self._end(grant)
         finally:
             self._decode.close_inbox(request_id)
             for node in self._nodes:
                 node.give_back(request_id)
+
+    async def _end(self, grant: PageGrant) -> None:
+        """Release the grant; again and again while a write may land and prefill cannot be asked."""
+        stopped = await self._stop_prefill(grant)
+        prefill = self._prefill
+        if prefill is not None:
+            prefill.give_back(self._request.request_id)
+        await self._release(grant, in_flight=not stopped)
+        while not stopped and prefill is not None and not prefill.closed:
+            await asyncio.sleep(grant.lease_s / 2)
+            stopped = await self._stop_prefill(grant)
+            await self._release(grant, in_flight=not stopped)
 
     async def _grant_if_any(self) -> PageGrant | None:
         if self._granting is None:
@@ -121,18 +131,20 @@ class Reservation:
             return await self._granting
         return None
 
-    async def _stop_prefill(self) -> bool:
-        """Whether the node has confirmed that nothing of the request is in flight."""
+    async def _stop_prefill(self, grant: PageGrant) -> bool:
+        """Whether nothing of the request is in flight, which the node may have to confirm."""
+        if not self._may_be_in_flight:
+            return True
         assert self._prefill is not None, "nothing is in flight from nowhere"
         try:
-            async with asyncio.timeout(CALL_LIMIT_S):
+            async with asyncio.timeout(min(CALL_LIMIT_S, grant.lease_s)):
                 await self._prefill.client.abort(self._request.request_id)
         except (NodeError, TimeoutError) as error:
             self._log_failure("abort_failed", self._prefill.node_id, error)
             return False
         return True
 
-    async def _release(self, grant: PageGrant, in_flight: bool) -> None:
+    async def _release(self, grant: PageGrant, *, in_flight: bool) -> None:
         try:
             async with asyncio.timeout(CALL_LIMIT_S):
                 await self._decode.client.release(grant.grant_id, in_flight=in_flight)
@@ -146,7 +158,7 @@ class Reservation:
             event,
             request_id=self._request.request_id,
             node=node_id,
-            reason=str(error) or f"no answer in {CALL_LIMIT_S:g} s",
+            reason=str(error) or "no answer in time",
             level=logging.WARNING,
         )
 

@@ -9,6 +9,8 @@ Facts this file is built on, measured with NIXL 1.5.1 and UCX:
 - NIXL's progress thread spins on a core of its own. It is off: the loops on both sides poll every
   few milliseconds anyway. `backend_params: {progress_thread: "on"}` turns it on where cores are
   plenty and steps are long.
+- Over TCP, what the kernel has taken over is sent again until it is acknowledged, for a quarter of
+  an hour: a write abandoned long ago would land when a cable is plugged in again. UCX can limit it.
 - A notification is delivered after all bytes of its transfer, and needs no metadata of the sender.
 - Errors are exceptions that share no base class, and C++ logs their reason to stderr.
 """
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,6 +45,7 @@ NixlError: tuple[type[Exception], ...] = tuple(
 )
 
 
+TCP_TIMEOUT = "UCX_TCP_USER_TIMEOUT"
 MAILBOX = ""  # the region of one byte that a notification is written with if no pool's run can be
 
 
@@ -58,8 +62,20 @@ class _Posted:
 class NixlTransport:
     """See Transport. One NIXL agent with one backend; used by one thread."""
 
-    def __init__(self, name: str, backend: str, params: Mapping[str, str]) -> None:
-        """Raises ConfigError if the backend cannot be started."""
+    def __init__(
+        self,
+        name: str,
+        backend: str,
+        params: Mapping[str, str],
+        *,
+        max_silence_s: float | None = None,
+    ) -> None:
+        """Raises ConfigError if the backend cannot be started.
+
+        max_silence_s: bytes that stay unacknowledged for so long are never delivered.
+        """
+        if max_silence_s is not None:  # for the process: NIXL's parameters are no place for it
+            os.environ.setdefault(TCP_TIMEOUT, f"{round(1000 * max_silence_s)}ms")
         self.name = name
         self._backend = backend
         options = dict(params)

@@ -1,9 +1,9 @@
 """Outgoing: one grant while its pages are being written.
 
 queue ──next part──► in flight ──► over          a chunk is one part, or several where rows go
-  │ failure                                      through staging memory and it has not room for
-  ▼                                              all of them at once
-dropped
+  │ failure              │ lease over            through staging memory and it has not room for
+  ▼                      ▼                       all of them at once
+dropped              abandoned ──a lease──► over
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ class Outgoing:
         self.num_posts = 0
         self.queue: deque[Chunk] = deque()
         self.in_flight: list[Post] = []
+        self.silent_at = opened_at  # from when on no byte of an abandoned post can arrive
         self.error: TransferFailed | None = None
         self._reported = False
         self._last_page: dict[str, int] = {}  # by pool, the last page that was counted
@@ -98,10 +99,13 @@ class Outgoing:
         self.error = self.error or error
         self.queue.clear()
 
-    @property
-    def busy(self) -> bool:
+    def busy(self, now: float) -> bool:
         """Whether its source pages are still to be read, or its target pages to be written."""
-        return bool(self.queue or self.in_flight)
+        return bool(self.queue or self.in_flight) or now < self.silent_at
+
+    def overdue(self, now: float) -> bool:
+        """Whether a post has outlasted the lease, so that it may not arrive any more."""
+        return bool(self.in_flight) and now >= self.deadline
 
     def rows(self, spec: PoolSpec, end: int) -> range:
         """Rows of a pool to post once `end` tokens are computed."""
@@ -139,13 +143,6 @@ class Outgoing:
                 self.fail(error)
             over.append(post)
         self.in_flight = [post for post in self.in_flight if post not in over]
-        if self.error is None and self.in_flight and now >= self.deadline:
-            self.fail(
-                TransferFailed(
-                    f"grant {self.grant.grant_id}: a write to {self.grant.node_id} has not ended "
-                    f"within the lease of {self.grant.lease_s} s; is the node frozen?"
-                )
-            )
         return over, transfers
 
     def news_of_failure(self) -> Iterator[Transfer]:

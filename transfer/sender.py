@@ -6,11 +6,14 @@ The life of a grant here:
 2. `send` after each chunk posts the rows it completed; the last chunk takes along window,
    compressor state and the first output token. Where the roles' layouts differ, rows go through
    staging memory; what it has no room for waits, and is posted by a later `poll`.
-3. `poll` reports each post that has completed or failed; progress renews the lease.
+3. `poll` reports each post that has completed or failed; progress renews the lease. A post that
+   outlasts the lease is abandoned with the connection it is on.
 4. `close_grant` once nothing is in flight. `cancel` before that drops what waits.
 
 After the first failure, or the end of the lease, nothing more is posted for the grant: a late
-write must never land in pages that decode has given to somebody else.
+write must never land in pages that decode has given to somebody else. For the same reason an
+abandoned post counts as in flight for another lease: TCP may still deliver what it has taken over,
+and gives up what stays unacknowledged for so long (see nixl_transport.py).
 """
 
 from __future__ import annotations
@@ -136,6 +139,7 @@ class Sender:
     def poll(self) -> list[Transfer]:
         """Posts that completed since the last call, and failures, each once."""
         now = self._clock()
+        self._abandon_overdue(now)  # first: polling a transport moves on what it has queued
         transfers = []
         for outgoing in self._outgoing.values():
             over, completed = outgoing.settle(self._transport, now)
@@ -149,7 +153,7 @@ class Sender:
     def in_flight(self, grant_id: str) -> bool:
         """Whether a write of the grant may still read our pages or change decode's."""
         outgoing = self._outgoing.get(grant_id)
-        return outgoing is not None and outgoing.busy
+        return outgoing is not None and outgoing.busy(self._clock())
 
     def cancel(self, grant_id: str) -> None:
         """Post nothing more of the grant; what is in flight goes on. Unknown ids are ignored."""
@@ -310,6 +314,31 @@ class Sender:
 
     def _to(self, node_id: str) -> list[Outgoing]:
         return [out for out in self._outgoing.values() if out.grant.node_id == node_id]
+
+    def _abandon_overdue(self, now: float) -> None:
+        """Cut the connections on which a write has outlasted its lease.
+
+        The node at the other end is frozen or cut off, or we were: what the transport has queued
+        would be written whenever that ends, into pages that may be somebody else's by then.
+        """
+        overdue = [out for out in self._outgoing.values() if out.overdue(now)]
+        for node_id in {out.grant.node_id for out in overdue}:
+            for outgoing in self._to(node_id):
+                if outgoing.in_flight:
+                    self._abandon(outgoing, now)
+
+    def _abandon(self, outgoing: Outgoing, now: float) -> None:
+        grant = outgoing.grant
+        reason = (
+            f"a write to {grant.node_id} has not ended within the lease of {grant.lease_s} s; "
+            "is the node frozen or cut off?"
+        )
+        posts = outgoing.give_up(self._transport, reason)
+        outgoing.silent_at = now + grant.lease_s
+        self._give_back(posts)
+        for post in posts:
+            post.peer.broken = True
+            self._transport.disconnect(post.peer.transport_id)
 
     def _give_up(self, node_id: str, reason: str) -> None:
         for outgoing in self._to(node_id):

@@ -85,6 +85,9 @@ class TransportChoice(Protocol):
     @property
     def backend_params(self) -> dict[str, str]: ...
 
+    @property
+    def lease_s(self) -> float: ...
+
 
 def make_transport(choice: TransportChoice, node_id: str) -> Transport:
     """A transport under a name that no earlier life of the node has used.
@@ -103,4 +106,4 @@ def make_transport(choice: TransportChoice, node_id: str) -> Transport:
             f"transfer.backend: {choice.backend} needs NIXL, which cannot be imported here "
             f"({error}); install nixl, or set backend: local for nodes within one process"
         ) from error
-    return NixlTransport(name, choice.backend, choice.backend_params)
+    return NixlTransport(name, choice.backend, choice.backend_params, max_silence_s=choice.lease_s)

@@ -156,6 +156,16 @@ def test_a_grant_nobody_writes_to_is_void_and_its_pages_come_back_later(
     eventually(lambda: pair.used_pages() == 0)
 
 
+def test_a_held_grant_comes_back_as_soon_as_nothing_is_in_flight(config, start_local, make_request):
+    pair = start_local(config)
+    grant = pair.reserve(make_request(50, vocab_size=511))
+    for _ in range(2):
+        pair.decode.release(grant.grant_id, in_flight=True).result(10)
+        assert pair.used_pages() > 0
+    pair.decode.release(grant.grant_id, in_flight=False).result(10)
+    assert pair.used_pages() == 0
+
+
 def test_prefill_does_not_write_after_the_lease(hasty_config, start_local, make_request):
     pair = start_local(hasty_config)
     request = make_request(50, vocab_size=511)

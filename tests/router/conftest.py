@@ -214,6 +214,7 @@ class ScriptedDecode(ScriptedNode):
         self.free_pages = self.info.num_pages[FULL]
         self.grants: dict[str, int] = {}
         self.voided: list[str] = []  # grants released while a write could be in flight
+        self.confirmed: list[str] = []  # those of them of which nothing is in flight any more
         self.streams: dict[str, asyncio.Queue] = {}
         self.owners: dict[str, str] = {}
         self.generating: dict[str, asyncio.Task] = {}
@@ -247,6 +248,8 @@ class ScriptedDecode(ScriptedNode):
         await self.enter("release")
         if in_flight:
             self.voided.append(grant_id)
+        elif grant_id in self.voided:
+            self.confirmed.append(grant_id)
         if (task := self.generating.pop(grant_id, None)) is not None:
             task.cancel()
         self.free_pages += self.grants.pop(grant_id, 0)

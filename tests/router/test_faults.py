@@ -67,9 +67,26 @@ async def test_unconfirmed_abort_voids_the_grant(world):
 
     prefill.abort = abort
     answer = await world.complete()  # the heartbeat finds the node alive again, or not: 503
-    prefill.abort = original
     assert answer.status_code in (200, 503)
-    await world.until(lambda: len(world.decodes["decode-0"].voided) == 1)
+    decode = world.decodes["decode-0"]
+    await world.until(lambda: len(decode.voided) >= 2)  # said again while nobody confirms
+    [grant_id] = set(decode.voided)
+    prefill.abort = original
+    await world.until(lambda: decode.confirmed == [grant_id])
+
+
+async def test_a_prefill_node_that_has_left_is_asked_no_more(world):
+    prefill = world.prefills["prefill-0"]
+    prefill.faults = [NodeLost("gone")]
+
+    async def abort(request_id):
+        world.remove("prefill-0")
+        raise NodeLost("gone")
+
+    prefill.abort = abort
+    assert (await world.complete()).status_code == 503
+    await world.until(world.quiescent)
+    assert len(world.decodes["decode-0"].voided) == 1
 
 
 @pytest.mark.parametrize("num_faults", [1, 2])

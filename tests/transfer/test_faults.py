@@ -48,7 +48,7 @@ def changed_info(side, **changes):
 @pytest.mark.parametrize(
     ("changes", "shown"),
     [
-        ({"protocol_version": 99}, "protocol_version: .* has 1, .* has 99"),
+        ({"protocol_version": 99}, r"protocol_version: .* has \d+, .* has 99"),
         ({"fingerprint": "other"}, "fingerprint: .* has toy, .* has other"),
         ({"agent": b"elsewhere"}, "transfer.backend"),
     ],
@@ -121,26 +121,54 @@ def test_progress_renews_the_lease_from_when_it_was_posted(toy):
     source.end.open(grant)
     clock.now_s = 4.0
     source.end.send(grant, runs, 0, 16)
+    clock.now_s = 4.5
+    assert [t.seconds for t in source.end.poll()] == [0.5]
     clock.now_s = 8.0
-    assert [t.seconds for t in source.end.poll()] == [4.0]
     source.end.send(grant, runs, 16, 32)
     clock.now_s = 13.5  # the second post was never polled, so it renewed nothing
     with pytest.raises(TransferFailed, match="lease"):
         source.end.send(grant, runs, 32, 40, first_token=1)
 
 
-def test_a_write_that_outlasts_the_lease_fails_once_and_stays_in_flight(toy):
+def test_a_write_that_outlasts_the_lease_is_abandoned_and_counts_for_another_lease(toy):
     clock = Clock()
     source, target = toy.pair(kind=SlowTransport, clock=clock)
     grant = target.grant(20, lease_s=5.0)
     toy.deliver(source, grant, [20])
     assert source.end.poll() == []
     clock.now_s = 6.0
-    assert [t.grant_id for t in source.end.poll() if t.error] == [grant.grant_id]
+    [failed] = source.end.poll()
+    assert failed.grant_id == grant.grant_id and "within the lease of 5.0 s" in str(failed.error)
+    clock.now_s = 10.9
     assert source.end.poll() == [] and source.end.in_flight(grant.grant_id)
-    source.transport.outcome = True
-    source.end.poll()
+    clock.now_s = 11.0
     assert not source.end.in_flight(grant.grant_id)
+
+
+def test_what_a_frozen_node_had_queued_is_abandoned_before_anything_moves_on(toy):
+    class Queue(SlowTransport):
+        def poll(self, handle):
+            raise AssertionError("the transport moved on")
+
+    clock = Clock()
+    source, target = toy.pair(kind=Queue, clock=clock)
+    toy.deliver(source, target.grant(20, lease_s=5.0), [20])
+    clock.now_s = 60.0
+    [failed] = source.end.poll()
+    assert "frozen" in str(failed.error)
+
+
+def test_after_an_abandoned_write_the_peer_is_loaded_again(toy):
+    clock = Clock()
+    source, target = toy.pair(kind=SlowTransport, clock=clock)
+    toy.deliver(source, target.grant(20, "stuck", lease_s=5.0), [20])
+    clock.now_s = 6.0
+    source.end.poll()
+    source.transport.outcome = True
+    grant = target.grant(20, "next", epoch=2)
+    target.end.expect(grant)
+    toy.deliver(source, grant, [20])
+    assert target.end.poll()[-1].first_token == 42 and not source.end.poll()[-1].error
 
 
 def test_a_failed_write_is_reported_once_and_ends_the_grant(toy):

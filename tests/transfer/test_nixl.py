@@ -152,9 +152,7 @@ def test_two_processes_move_bytes_and_a_restarted_peer_goes_on(toy, source, star
     assert deliver_to_host(toy, source, host, host.grant(50)).first_token == 42
 
 
-def test_a_frozen_peer_fails_the_request_at_its_lease_and_keeps_it_in_flight(
-    toy, source, start_host
-):
+def test_a_frozen_peer_fails_the_request_at_its_lease_and_is_loaded_again(toy, source, start_host):
     host = start_host()
     source.end.connect(source.info, host.info)
     deliver_to_host(toy, source, host, host.grant(40, grant_id="warm"))
@@ -166,6 +164,8 @@ def test_a_frozen_peer_fails_the_request_at_its_lease_and_keeps_it_in_flight(
     assert source.end.in_flight(grant.grant_id)
     os.kill(host.process.pid, signal.SIGCONT)
     wait_until(lambda _: not source.end.in_flight(grant.grant_id), source)
+    after = host.grant(40, grant_id="after")
+    assert deliver_to_host(toy, source, host, after).first_token == 42
 
 
 def test_an_address_that_is_none_is_refused(source):
