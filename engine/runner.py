@@ -28,7 +28,7 @@ from sluice.engine.request import Request
 from sluice.model.registry import Model, load_model
 
 # Of a prefill node's cache memory that running requests do not need: see benchmarks/trace_replay.py
-RESUME_SHARE = 0.3
+RESUME_SHARE = 0.15
 
 
 class Runner:
