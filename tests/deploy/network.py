@@ -1,7 +1,8 @@
 """Several hosts on one machine: network namespaces on a hub that can be slow, lossy and unplugged.
 
     host a  eth0 ──┐
-    host b  eth0 ──┴── Hub
+    host b  eth0 ──┼── Hub
+    host c  eth0 ──┘
 
 The hub is a thread of this process that carries Ethernet frames between TAP devices: delay and
 loss need no `tc`, whose netem many kernels lack, and begin and end where a test says. Needs root,
@@ -52,6 +53,8 @@ class Host:
     def __init__(self, name, address):
         self.address = address
         self.unplugged = False  # its cable: frames from and to it vanish
+        self._num_bytes = 0  # that it has given to its cable
+        self._alarm = None  # (num_bytes, what to do then)
         self._namespace = f"sluice-{os.getpid()}-{name}"
         ip("netns", "add", self._namespace)
         self.tap = self._plug_in(f"sl{os.getpid()}{name}")
@@ -73,10 +76,21 @@ class Host:
         """An executor whose sockets are on this host."""
         return ThreadPoolExecutor(max_workers, initializer=self._enter)
 
-    def sent_bytes(self):
-        """Bytes that have left through the interface."""
+    def received_bytes(self):
+        """Bytes that have come through the interface."""
         [link] = json.loads(self.ip("-json", "-statistics", "link", "show", "dev", "eth0"))
-        return link["stats64"]["tx"]["bytes"]
+        return link["stats64"]["rx"]["bytes"]
+
+    def after(self, num_bytes, act):
+        """Call `act` on the hub's thread once the host has sent so many more bytes."""
+        self._alarm = (self._num_bytes + num_bytes, act)
+
+    def count(self, num_bytes):
+        """The host has sent so many more bytes."""
+        self._num_bytes += num_bytes
+        if self._alarm and self._num_bytes >= self._alarm[0]:
+            (_, act), self._alarm = self._alarm, None
+            act()
 
     def signal(self, number):
         """Send a signal to every process; returns how many there were."""
@@ -125,15 +139,9 @@ class Hub:
         self._random = random.Random(1)
         self._waiting = []  # heap of (due, number, host, frame)
         self._numbers = itertools.count()
-        self._num_bytes = 0
-        self._alarm = None  # (num_bytes, what to do then)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._carry, daemon=True)
         self._thread.start()
-
-    def after(self, num_bytes, act):
-        """Call `act` on the hub's thread as soon as it has got so many more bytes."""
-        self._alarm = (self._num_bytes + num_bytes, act)
 
     def close(self):
         self._closed.set()
@@ -150,10 +158,7 @@ class Hub:
                     os.write(host.tap, frame)
 
     def _take(self, source, frame):
-        self._num_bytes += len(frame)
-        if self._alarm and self._num_bytes >= self._alarm[0]:
-            (_, act), self._alarm = self._alarm, None
-            act()
+        source.count(len(frame))
         if source.unplugged or self._random.random() < self.loss:
             return
         due = time.monotonic() + self.delay_s

@@ -1,7 +1,8 @@
-"""A deployment over two hosts, with everything that a network between them does.
+"""A deployment over several hosts, with everything that a network between them does.
 
-Host a has the router, the prefill node and the client; host b has the decode node. Whatever happens
-an answer is the undisturbed one of a single process, or its beginning with an error after it.
+Host a has the router, a prefill node and the client, host b the decode node, host c another prefill
+node. Whatever happens, an answer is the undisturbed one of a single process, or its beginning with
+an error after it.
 """
 
 import asyncio
@@ -72,10 +73,10 @@ def long_prompt(seed):
 
 
 class Cluster:
-    """The deployment on its two hosts, as a client on host a sees it."""
+    """The deployment on its hosts, as a client on host a sees it."""
 
-    def __init__(self, a, b, hub, url):
-        self.a, self.b, self.hub = a, b, hub
+    def __init__(self, a, b, c, hub, url):
+        self.a, self.b, self.c, self.hub = a, b, c, hub
         self.http = httpx.Client(base_url=url, timeout=LIMIT_S)
         self._client = a.threads(max_workers=16)
 
@@ -92,11 +93,10 @@ class Cluster:
         return [n for n in status.json()["nodes"] if (n["role"], n["state"]) == (role, "ready")]
 
     def quiescent(self):
-        """Whether both nodes serve, nothing runs, and no page is used."""
+        """Whether all nodes serve, nothing runs, and no page is used."""
         nodes = [*self.ready("prefill"), *self.ready("decode")]
-        used = sum(pages["used"] for node in nodes for pages in node["pools"].values())
         busy = sum(node["running"] + node["waiting"] for node in nodes)
-        return len(nodes) == 2 and not used and not busy
+        return len(nodes) == 3 and not used_pages(nodes) and not busy
 
     def _stream(self, path, body, on_piece):
         body = {"model": MODEL, "temperature": 0, "stream": True, **body}
@@ -110,6 +110,10 @@ class Cluster:
                 text += piece(event)
                 on_piece()
         return Answer(text)
+
+
+def used_pages(nodes):
+    return sum(pages["used"] for node in nodes for pages in node["pools"].values())
 
 
 def events(lines):
@@ -137,17 +141,19 @@ def cluster():
         # Short, for the sockets below it; not under a folder that Ray would share with others.
         files = Path(tempfile.mkdtemp(prefix="sluice-", dir="/tmp"))
         stack.callback(shutil.rmtree, files, ignore_errors=True)
-        a, b = (stack.enter_context(contextlib.closing(Host(*h))) for h in HOSTS)
-        hub = stack.enter_context(contextlib.closing(Hub(a, b)))
-        start_ray(a, b, files)
+        hosts = [stack.enter_context(contextlib.closing(Host(*named))) for named in HOSTS]
+        hub = stack.enter_context(contextlib.closing(Hub(*hosts)))
+        start_ray(hosts, files)
+        a = hosts[0]
         config = write_config(a, files)
         sluice = (sys.executable, "-m", "sluice.deploy.cli")
         a.run(*sluice, "up", config, "--detach", env=environment(files))
         stack.callback(a.run, *sluice, "down", env=environment(files))
-        yield Cluster(a, b, hub, f"http://{a.address}:8000")
+        yield Cluster(*hosts, hub, f"http://{a.address}:8000")
 
 
-HOSTS = (("a", "10.77.0.1"), ("b", "10.77.0.2"))
+HOSTS = (("a", "10.77.0.1"), ("b", "10.77.0.2"), ("c", "10.77.0.3"))
+ROLES = ({"prefill": 1, "router": 1}, {"decode": 1}, {"prefill": 1})
 TOKEN = secrets.token_hex(16)
 
 
@@ -160,15 +166,13 @@ def environment(files):
     }
 
 
-def start_ray(a, b, files):
-    """Ray as an operator starts it on two machines: host a takes prefill and router, b decode."""
+def start_ray(hosts, files):
+    """Ray as an operator starts it on several machines."""
     start = [Path(sys.executable).with_name("ray"), "start", "--num-cpus", "4"]
     start += ["--disable-usage-stats", "--object-store-memory", 100 << 20]
     head = ["--head", "--port", 6379, "--include-dashboard", "false", "--temp-dir", files]
-    for host, where, roles in (
-        (a, head, {"prefill": 1, "router": 1}),
-        (b, ["--address", f"{a.address}:6379"], {"decode": 1}),
-    ):
+    join = ["--address", f"{hosts[0].address}:6379"]
+    for host, where, roles in zip(hosts, (head, join, join), ROLES, strict=True):
         options = ["--node-ip-address", host.address, "--resources", json.dumps(roles)]
         host.run(*start, *where, *options, env=environment(files))
 
@@ -176,7 +180,11 @@ def start_ray(a, b, files):
 def write_config(a, files):
     config = yaml.safe_load((ROOT / "deploy/configs/local.yaml").read_text())
     config["model"]["path"] = str(ROOT / "deploy/models/tiny-v4")
+    config["prefill"]["replicas"] = 2
     config["prefill"]["max_batch_tokens"] = 256  # several chunks, hence several writes, a prompt
+    config["decode"]["cache_bytes"] = 1_700_000  # so few pages that they are soon used again
+    config["decode"]["max_running_requests"] = 4
+    config["router"]["prefill_policy"] = "round_robin"
     config["router"]["host"] = a.address
     config["transfer"] = {
         "lease_s": LEASE_S,
@@ -193,6 +201,7 @@ def write_config(a, files):
 @pytest.fixture(scope="module")
 def expected():
     """Gives the answers that one process gives, nodes and router in it, to these requests."""
+    known = {}
 
     async def ask(requests):
         config = load_config(ROOT / "deploy/configs/local.yaml")
@@ -201,13 +210,20 @@ def expected():
             async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
                 return [await one(http, *request) for request in requests]
 
+    def answers(requests):
+        names = [json.dumps(request) for request in requests]
+        new = {n: r for n, r in zip(names, requests, strict=True) if n not in known}
+        if new:
+            known.update(zip(new, asyncio.run(ask(new.values())), strict=True))
+        return [known[name] for name in names]
+
     async def one(http, path, body):
         body = {"model": MODEL, "temperature": 0, "stream": True, **body}
         answer = await http.post(path, json=body, timeout=LIMIT_S)
         assert answer.status_code == 200, answer.text
         return Answer("".join(map(piece, events(answer.text.splitlines()))))
 
-    return lambda requests: asyncio.run(ask(requests))
+    return answers
 
 
 def check(answer, expected):
@@ -221,9 +237,9 @@ def check(answer, expected):
 
 def test_answers_are_those_of_one_process_and_their_pages_cross_the_network(cluster, expected):
     requests = [chat("Define love."), long_answer(1), long_prompt(2)]
-    before = cluster.a.sent_bytes()
+    before = cluster.b.received_bytes()
     assert [cluster.answer(request) for request in requests] == expected(requests)
-    assert cluster.a.sent_bytes() - before > PAYLOAD_BYTES
+    assert cluster.b.received_bytes() - before > PAYLOAD_BYTES
     until(cluster.quiescent)
 
 
@@ -278,20 +294,46 @@ def test_a_decode_host_that_vanishes_and_returns_in_mid_transfer_alters_no_answe
     cluster, expected, fault
 ):
     begin, end = FAULTS[fault]
-    request = long_prompt(7 + len(fault))
+    number = 20 * (1 + list(FAULTS).index(fault))
+    requests, future = strike_in_transfer(cluster, cluster.a, number, lambda: begin(cluster))
+    meet(cluster, lambda _: None, end)
+    check(future.result(), expected(requests)[-1])
+    recover(cluster, expected)
+
+
+def test_a_write_that_the_network_delays_lands_in_no_other_requests_pages(cluster, expected):
+    """The prefill host c is cut off; it is back when others have the pages it was writing to."""
+    c = cluster.c
+    victims, future = strike_in_transfer(cluster, c, 60, lambda: setattr(c, "unplugged", True))
+    try:
+        assert future.result() == expected(victims)[-1]  # by the other prefill node
+        until(lambda: cluster.ready("decode") and not used_pages(cluster.ready("decode")))
+        requests = [completion(seed, num_tokens=1200, max_tokens=150) for seed in (81, 82, 83)]
+        flowing = threading.Semaphore(0)
+        futures = [cluster.send(request, flowing.release) for request in requests]
+        for _ in range(30):
+            assert flowing.acquire(timeout=LIMIT_S)
+    finally:
+        c.unplugged = False
+    assert [future.result() for future in futures] == expected(requests)
+    recover(cluster, expected)
+
+
+def strike_in_transfer(cluster, host, number, act):
+    """Act when a prompt's pages are half way out of the host; its request is the last returned."""
     struck = threading.Event()
 
     def strike():
-        begin(cluster)
+        act()
         struck.set()
 
-    cluster.hub.after(PAYLOAD_BYTES // 2, strike)
-    future = cluster.send(request)
-    assert struck.wait(LIMIT_S)
-    meet(cluster, lambda _: None, end)
-    [answer] = expected([request])
-    check(future.result(), answer)
-    recover(cluster, expected)
+    requests = []
+    while not struck.is_set():  # the other prefill node may take it
+        requests.append(long_prompt(number + len(requests)))
+        host.after(PAYLOAD_BYTES // 2, strike)
+        future = cluster.send(requests[-1])
+        until(lambda sent=future: struck.is_set() or sent.done())
+    return requests, future
 
 
 def meet(cluster, begin, end):
