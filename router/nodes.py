@@ -36,6 +36,7 @@ from sluice.router.background import Background
 from sluice.router.breaker import Breaker
 from sluice.router.cached import CachedPrefixes
 from sluice.router.events import log_event
+from sluice.router.inbox import Inbox
 from sluice.router.ledger import Ledger
 from sluice.router.prompt import Prompt
 
@@ -256,7 +257,7 @@ class RoutedDecode(RoutedNode[DecodeClient]):
         background: Background,
         on_change: Callable[[], None],
     ) -> None:
-        self._inboxes: dict[str, asyncio.Queue[TokenChunk | NodeLost]] = {}
+        self._inboxes: dict[str, Inbox] = {}
         super().__init__(
             client,
             router_id=router_id,
@@ -275,7 +276,7 @@ class RoutedDecode(RoutedNode[DecodeClient]):
 
     def open_inbox(self, request_id: str) -> None:
         """Keep this request's chunks from now on, before the node can send the first."""
-        self._inboxes[request_id] = asyncio.Queue()
+        self._inboxes[request_id] = Inbox()
 
     def close_inbox(self, request_id: str) -> None:
         self._inboxes.pop(request_id, None)
@@ -285,8 +286,6 @@ class RoutedDecode(RoutedNode[DecodeClient]):
         inbox = self._inboxes[request_id]
         while True:
             chunk = await inbox.get()
-            if isinstance(chunk, NodeLost):
-                raise chunk
             if chunk.preempted:
                 raise Preempted(f"decode node {self.node_id}: {chunk.error}")
             if chunk.error is not None:
@@ -299,7 +298,7 @@ class RoutedDecode(RoutedNode[DecodeClient]):
         if self.lost_because is None:
             # Behind the chunks that did arrive: those tokens are good and save work on a retry.
             for inbox in self._inboxes.values():
-                inbox.put_nowait(NodeLost(f"node {self.node_id}: {reason}"))
+                inbox.put(NodeLost(f"node {self.node_id}: {reason}"))
             self._receiver.cancel()
         super().lose(reason, level=level)
 
@@ -313,7 +312,7 @@ class RoutedDecode(RoutedNode[DecodeClient]):
             async for step in self.client.tokens(self._router_id):
                 for chunk in step:
                     if (inbox := self._inboxes.get(chunk.request_id)) is not None:
-                        inbox.put_nowait(chunk)
+                        inbox.put(chunk)
         except NodeError as error:
             self.lose(str(error))
 

@@ -1,0 +1,41 @@
+"""What has come meanwhile is read at once: in order, with its end, and before what failed."""
+
+import pytest
+
+from sluice.engine.protocol import FinishReason, Logprobs, NodeLost, TokenChunk
+from sluice.router.inbox import Inbox
+
+
+def filled(*arrived) -> Inbox:
+    inbox = Inbox()
+    for item in arrived:
+        inbox.put(item)
+    return inbox
+
+
+async def test_tokens_that_wait_are_one_chunk():
+    scored = [Logprobs(-float(number)) for number in range(3)]
+    inbox = filled(
+        TokenChunk("r", (1,), logprobs=(scored[0],)),
+        TokenChunk("r", (2, 3), FinishReason.STOP, logprobs=(scored[1], scored[2])),
+    )
+    assert await inbox.get() == TokenChunk(
+        "r", (1, 2, 3), FinishReason.STOP, logprobs=tuple(scored)
+    )
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [TokenChunk("r", (), error="broken"), TokenChunk("r", (), error="later", preempted=True)],
+)
+async def test_a_failure_comes_after_the_tokens_before_it(failure):
+    inbox = filled(TokenChunk("r", (1,)), TokenChunk("r", (2,)), failure)
+    assert (await inbox.get()).token_ids == (1, 2)
+    assert await inbox.get() == failure
+
+
+async def test_a_lost_node_is_noticed_after_its_tokens():
+    inbox = filled(TokenChunk("r", (1,)), NodeLost("gone"))
+    assert (await inbox.get()).token_ids == (1,)
+    with pytest.raises(NodeLost, match="gone"):
+        await inbox.get()
