@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,7 +44,7 @@ NixlError: tuple[type[Exception], ...] = tuple(
 )
 
 
-TCP_TIMEOUT = "UCX_TCP_USER_TIMEOUT"
+UCX_SETTINGS = "engine_config"  # NIXL's parameter that passes them on: "KEY=VALUE,KEY=VALUE"
 MAILBOX = ""  # the region of one byte that a notification is written with if no pool's run can be
 
 
@@ -74,12 +73,14 @@ class NixlTransport:
 
         max_silence_s: bytes that stay unacknowledged for so long are never delivered.
         """
-        if max_silence_s is not None:  # for the process: NIXL's parameters are no place for it
-            os.environ.setdefault(TCP_TIMEOUT, f"{round(1000 * max_silence_s)}ms")
         self.name = name
         self._backend = backend
         options = dict(params)
         progress = options.pop("progress_thread", "off") == "on"
+        if backend == "UCX" and max_silence_s is not None:
+            limit = f"TCP_USER_TIMEOUT={round(1000 * max_silence_s)}ms"
+            own = options.get(UCX_SETTINGS)
+            options[UCX_SETTINGS] = limit if own is None else f"{limit},{own}"  # the last one wins
         self._agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=progress, backends=[]))
         try:
             self._agent.create_backend(backend, options)

@@ -190,7 +190,7 @@ def write_config(a, files):
         "lease_s": LEASE_S,
         "checksum": "full",
         # These hosts share a kernel; without it UCX would find their memory shared too.
-        "backend_params": {"engine_config": "TLS=tcp"},
+        "backend_params": {"engine_config": "TLS=tcp,NET_DEVICES=eth0"},
     }
     config["ray"] = {"address": f"{a.address}:6379"}
     path = files / "config.yaml"

@@ -1,7 +1,9 @@
 """The same over NIXL: two agents in one process, and nodes in processes of their own."""
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -180,6 +182,35 @@ def test_an_address_that_is_none_is_refused(source):
     elsewhere = source.transport.address().replace(b'"UCX"', b'"LIBFABRIC"')
     with pytest.raises(IncompatiblePeers, match="the peer uses LIBFABRIC, we use UCX"):
         source.transport.connect(elsewhere)
+
+
+def test_tcp_gives_up_bytes_that_stay_unacknowledged(toy):
+    def over_tcp(name):
+        name = f"{name}.{uuid.uuid4().hex[:8]}"
+        settings = {"engine_config": "TLS=tcp"}
+        return nixl_transport.NixlTransport(name, "UCX", settings, max_silence_s=1.5)
+
+    source, target = (toy.local(role, kind=over_tcp) for role in (Role.PREFILL, Role.DECODE))
+    source.end.connect(source.info, target.info)
+    grant = target.grant(20)
+    target.end.expect(grant)
+    toy.deliver(source, grant, [20])
+    toy.wait_for(lambda polled: any(hasattr(p, "first_token") for p in polled), source, target)
+    limits_ms = list(tcp_user_timeouts_ms())
+    source.end.close()
+    target.end.close()
+    assert {1499, 1500} & set(limits_ms)  # UCX rounds down
+
+
+def tcp_user_timeouts_ms():
+    """Of this process's connections."""
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with (
+            contextlib.suppress(OSError),
+            socket.socket(fileno=os.dup(int(descriptor.name))) as own,
+        ):
+            own.getpeername()
+            yield own.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
 
 
 def test_an_unknown_backend_is_refused_by_name():
