@@ -7,6 +7,7 @@ computed and nothing goes over a wire.
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 from collections.abc import AsyncIterator
 from multiprocessing.connection import Connection
@@ -112,6 +113,7 @@ async def _run_router(told: Connection) -> None:
     server = await serve(service, "127.0.0.1", 0)
     decode = InstantDecode()
     service.set_nodes([InstantPrefill(decode)], [decode])
+    gc.freeze()  # as the router's process does
     told.send(server.port)
     await server.wait_closed()
 

@@ -1,0 +1,335 @@
+"""Many streams for minutes: right text, flat memory, nothing left behind; then bad company.
+
+    python -m sluice.benchmarks.load [--namespace NAME] [--streams 500] [--seconds 300]
+
+Without the namespace of a running deployment one is started: tiny-v4, a prefill and a decode node.
+
+    load    N streams at once, each its next request when the last is answered. Every text must be
+            the one that the same prompt got alone, at temperature 0
+    alone   a few streams at once, for comparison with
+    beside  the same few, beside 1,000 connections that say nothing and 100 streams that nobody
+            reads. Those want tokens too, so that others wait longer while they run
+
+Memory is what Linux counts as resident of the router and the nodes. It counts as flat if the median
+of the last quarter of `load` is within 10 % of that of the second quarter; the first one warms up.
+Afterwards no request may run and no page be in use. Exit code 1 if anything of this fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from sluice.benchmarks.load_client import Answered, bad_clients, stream
+from sluice.benchmarks.provenance import RESULTS, print_provenance, provenance, write_csv
+from sluice.deploy import locate
+from sluice.deploy.state import Deployment
+
+MODEL = Path(__file__).parents[1] / "deploy/models/tiny-v4"
+NAMESPACE = "load"
+PROMPTS = (
+    "Define love.",
+    "It was the best of times",
+    "The code is seven. Repeat the code:",
+    "One two three four five",
+    "Call me Ishmael.",
+    "The cat sat on the mat and",
+    "In the beginning",
+    "To be, or not to be",
+)
+OUTPUT_TOKENS = 24
+UNREAD_TOKENS = 128
+NUM_IDLE, NUM_UNREAD = 1_000, 100
+NUM_BESIDE, BESIDE_S = 20, 20.0
+SAMPLE_EVERY_S = 2.0
+QUIET_LIMIT_S = 120.0
+MAX_GROWTH = 0.1
+MAX_FILES = 8_192
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A line of load.csv."""
+
+    phase: str
+    num_streams: int
+    seconds: float
+    num_answers: int
+    num_wrong: int
+    num_failed: int
+    answers_per_s: float
+    first_token_p50_s: float
+    first_token_p99_s: float
+    answer_p50_s: float
+    answer_p99_s: float
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A line of load_memory.csv: what a process held so long after the beginning."""
+
+    at_s: float
+    process: str
+    resident_mb: float
+
+
+def body(model: str, prompt: str, num_tokens: int = OUTPUT_TOKENS) -> dict[str, Any]:
+    return {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": num_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+
+
+async def references(url: str, model: str) -> dict[str, str]:
+    """What each prompt is answered when nothing else runs."""
+    texts = {}
+    for prompt in PROMPTS:
+        answered = await stream(url, body(model, prompt))
+        if answered.problem:
+            raise SystemExit(f"{url}: {prompt!r}: {answered.problem}")
+        texts[prompt] = answered.text
+    return texts
+
+
+async def load(
+    url: str,
+    model: str,
+    expected: Mapping[str, str],
+    *,
+    name: str,
+    num_streams: int,
+    seconds: float,
+) -> tuple[Phase, Counter[str]]:
+    """Keep so many streams busy for so long, then let them finish; and what went wrong."""
+    prompts = itertools.cycle(expected)
+    answers: list[Answered] = []
+    problems: Counter[str] = Counter()
+    begin = time.monotonic()
+
+    async def one_after_another() -> None:
+        while time.monotonic() < begin + seconds:
+            prompt = next(prompts)
+            answered = await stream(url, body(model, prompt))
+            answers.append(answered)
+            if answered.problem:
+                problems[answered.problem] += 1
+                await asyncio.sleep(1)  # as a client told to retry does
+            elif answered.text != expected[prompt]:
+                problems["wrong text"] += 1
+
+    await asyncio.gather(*(one_after_another() for _ in range(num_streams)))
+    return _phase(name, num_streams, time.monotonic() - begin, answers, problems), problems
+
+
+def _phase(
+    name: str,
+    num_streams: int,
+    seconds: float,
+    answers: Sequence[Answered],
+    problems: Mapping[str, int],
+) -> Phase:
+    good = [answered for answered in answers if not answered.problem]
+    num_wrong = problems.get("wrong text", 0)
+    first, whole = sorted(a.first_s for a in good), sorted(a.whole_s for a in good)
+    return Phase(
+        name,
+        num_streams,
+        round(seconds, 1),
+        len(answers),
+        num_wrong,
+        sum(problems.values()) - num_wrong,
+        round(len(good) / seconds, 1),
+        *(round(_percentile(times, part), 3) for times in (first, whole) for part in (0.5, 0.99)),
+    )
+
+
+def _percentile(ordered: Sequence[float], part: float) -> float:
+    return ordered[int(part * (len(ordered) - 1))] if ordered else float("nan")
+
+
+async def unused(url: str, limit_s: float = QUIET_LIMIT_S) -> str:
+    """What still runs or is still used after so long; empty as soon as nothing is."""
+    end = time.monotonic() + limit_s
+    async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=30) as http:
+        while True:
+            nodes = (await http.get("/admin/status")).json()["nodes"]
+            left = [
+                f"{node['id']}: {node['running']} running, {node['waiting']} waiting, used {used}"
+                for node in nodes
+                if (used := {n: p["used"] for n, p in node["pools"].items() if p["used"]})
+                or node["running"]
+                or node["waiting"]
+            ]
+            if not left or time.monotonic() > end:
+                return "; ".join(left)
+            await asyncio.sleep(0.2)
+
+
+def actors(deployment: Deployment) -> dict[str, int]:
+    """Process ids of the deployment's router and nodes, which are its supervisor's descendants."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # a process that has just ended
+            parent = int(stat.read_text(encoding="utf-8").rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(stat.parent.name))
+    found, waiting = {}, [deployment.pid]
+    while waiting:
+        pid = waiting.pop()
+        waiting += children.get(pid, [])
+        with contextlib.suppress(OSError):
+            title = Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8")
+            kind = title.removeprefix("ray::").partition("Actor")[0].lower()
+            if kind in ("router", "prefill", "decode"):
+                found[f"{kind} {pid}"] = pid
+    return found
+
+
+async def sample(deployment: Deployment, samples: list[Sample]) -> None:
+    """Note what each process holds, until cancelled."""
+    begin, processes = time.monotonic(), actors(deployment)
+    while True:
+        for name, pid in processes.items():
+            pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="utf-8").split()[1])
+            resident_mb = round(pages * os.sysconf("SC_PAGE_SIZE") / 1e6, 1)
+            samples.append(Sample(round(time.monotonic() - begin, 1), name, resident_mb))
+        await asyncio.sleep(SAMPLE_EVERY_S)
+
+
+def growth(samples: Sequence[Sample]) -> dict[str, float]:
+    """Of each process: median of the last quarter over that of the second, less one."""
+    held: dict[str, list[float]] = {}
+    for taken in samples:
+        held.setdefault(taken.process, []).append(taken.resident_mb)
+    return {name: _growth(values) for name, values in held.items()}
+
+
+def _growth(values: Sequence[float]) -> float:
+    quarter = max(1, len(values) // 4)
+    second, last = values[quarter : 2 * quarter] or values, values[-quarter:]
+    return statistics.median(last) / statistics.median(second) - 1
+
+
+@contextlib.contextmanager
+def started() -> Iterator[Deployment]:
+    """A deployment of our own for the block."""
+    role = {"cache_bytes": 256 << 20, "max_running_requests": 64, "num_cpus": 1}
+    config = {
+        "model": {"path": str(MODEL), "name": "tiny-v4"},
+        "prefill": role,
+        "decode": role,
+        "router": {"port": 0},
+        "ray": {"namespace": NAMESPACE},
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "load.yaml"
+        path.write_text(yaml.safe_dump(config), encoding="utf-8")
+        _sluice("up", str(path), "--detach")
+        try:
+            yield locate.deployment(NAMESPACE)
+        finally:
+            _sluice("down", "--namespace", NAMESPACE)
+
+
+def _sluice(*arguments: str) -> None:
+    command = [sys.executable, "-m", "sluice.deploy.cli", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(arguments)}: {done.stderr or done.stdout}")
+
+
+async def run(
+    deployment: Deployment, num_streams: int, seconds: float, say: Callable[[str], None]
+) -> tuple[list[Phase], list[Sample], list[str]]:
+    """All phases; their figures, the memory of the first one, and what failed."""
+    url, model = deployment.url, deployment.model
+    expected = await references(url, model)
+    samples: list[Sample] = []
+    sampler = asyncio.create_task(sample(deployment, samples))
+    phase, problems = await load(
+        url, model, expected, name="load", num_streams=num_streams, seconds=seconds
+    )
+    sampler.cancel()
+    say(str(phase))
+    failures = [f"load: {count} x {problem}" for problem, count in problems.items()]
+    failures += [
+        f"memory of {name} grew by {100 * part:.0f} %"
+        for name, part in growth(samples).items()
+        if part > MAX_GROWTH
+    ]
+    phases = [phase]
+    unread = body(model, PROMPTS[0], UNREAD_TOKENS) | {"logprobs": 20}
+    for name, num_idle, num_unread in (("alone", 0, 0), ("beside", NUM_IDLE, NUM_UNREAD)):
+        async with bad_clients(url, unread, num_idle=num_idle, num_unread=num_unread):
+            phase, problems = await load(
+                url, model, expected, name=name, num_streams=NUM_BESIDE, seconds=BESIDE_S
+            )
+        say(str(phase))
+        phases.append(phase)
+        failures += [f"{name}: {count} x {problem}" for problem, count in problems.items()]
+    if left := await unused(url):
+        failures.append(f"after {QUIET_LIMIT_S:g} s: {left}")
+    return phases, samples, failures
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--namespace")
+    parser.add_argument("--streams", type=int, default=500)
+    parser.add_argument("--seconds", type=float, default=300.0)
+    given = parser.parse_args(arguments)
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    console = Console()
+    origin = provenance(
+        f"python -m sluice.benchmarks.load --streams {given.streams} --seconds {given.seconds:g}"
+    )
+    print_provenance(console, origin)
+    deployed = (
+        started()
+        if given.namespace is None
+        else contextlib.nullcontext(locate.deployment(given.namespace))
+    )
+    with deployed as deployment:
+        phases, samples, failures = asyncio.run(
+            run(deployment, given.streams, given.seconds, console.print)
+        )
+    table = Table(*asdict(phases[0]))
+    for phase in phases:
+        table.add_row(*(str(value) for value in asdict(phase).values()))
+    console.print(table)
+    for name, part in growth(samples).items():
+        console.print(f"{name}: memory {100 * part:+.1f} %")
+    for failure in failures:
+        console.print(f"failed: {failure}", style="red")
+    write_csv(RESULTS / "load.csv", origin, [asdict(phase) for phase in phases])
+    write_csv(RESULTS / "load_memory.csv", origin, [asdict(taken) for taken in samples])
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
