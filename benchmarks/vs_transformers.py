@@ -306,10 +306,11 @@ def main() -> None:
             f"python -m sluice.benchmarks.vs_transformers {name} --threads {arguments.threads}"
         )
         print_provenance(console, origin)
-        rates, rows = measure_rates(), []
+        rates = measure_rates()
+        rows: list[dict[str, str | int | float]] = []
         with tempfile.TemporaryDirectory() as scratch:
             for point in measure(name, rates, Path(scratch)):
-                rows.append(point.row() | rates.row())
+                rows.append({**point.row(), **rates.row()})
                 console.print(*(f"{key}={value}" for key, value in rows[-1].items()))
                 write_csv(RESULTS / f"vs_transformers_{name}.csv", origin, rows)
 
