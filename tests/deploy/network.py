@@ -56,8 +56,10 @@ class Host:
         self._num_bytes = 0  # that it has given to its cable
         self._alarm = None  # (num_bytes, what to do then)
         self._namespace = f"sluice-{os.getpid()}-{name}"
+        device = f"sl{os.getpid()}{name}"
+        self.tap = _open_tap(device)  # first: without it there is nothing to clean up
         ip("netns", "add", self._namespace)
-        self.tap = self._plug_in(f"sl{os.getpid()}{name}")
+        ip("link", "set", device, "netns", self._namespace, "name", "eth0")
         self.ip("link", "set", "lo", "up")
         self.ip("link", "set", "eth0", "mtu", str(MTU), "up")
         self.ip("address", "add", f"{address}/24", "dev", "eth0")
@@ -113,14 +115,6 @@ class Host:
         ip("netns", "del", self._namespace)
         os.close(self.tap)
 
-    def _plug_in(self, device):
-        """Make the host's interface; the descriptor returned is the other end of its cable."""
-        tap = os.open(TUN, os.O_RDWR)
-        flags = IFF_TAP | IFF_NO_PI
-        fcntl.ioctl(tap, TUNSETIFF, struct.pack("16sH22x", device.encode(), flags))
-        ip("link", "set", device, "netns", self._namespace, "name", "eth0")
-        return tap
-
     def _enter(self):
         """Move the calling thread onto the host."""
         with Path("/run/netns", self._namespace).open() as namespace:
@@ -170,6 +164,13 @@ class Hub:
         if not self._waiting:
             return LOOK_EVERY_S
         return min(LOOK_EVERY_S, max(0.0, self._waiting[0][0] - time.monotonic()))
+
+
+def _open_tap(device):
+    """Make an interface; the descriptor returned is the other end of its cable."""
+    tap = os.open(TUN, os.O_RDWR)
+    fcntl.ioctl(tap, TUNSETIFF, struct.pack("16sH22x", device.encode(), IFF_TAP | IFF_NO_PI))
+    return tap
 
 
 def ip(*arguments):

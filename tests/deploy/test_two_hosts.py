@@ -306,7 +306,7 @@ def test_a_write_that_the_network_delays_lands_in_no_other_requests_pages(cluste
     c = cluster.c
     victims, future = strike_in_transfer(cluster, c, 60, lambda: setattr(c, "unplugged", True))
     try:
-        assert future.result() == expected(victims)[-1]  # by the other prefill node
+        check(future.result(), expected(victims)[-1])  # usually by the other prefill node
         until(lambda: cluster.ready("decode") and not used_pages(cluster.ready("decode")))
         requests = [completion(seed, num_tokens=1200, max_tokens=150) for seed in (81, 82, 83)]
         flowing = threading.Semaphore(0)
@@ -315,7 +315,10 @@ def test_a_write_that_the_network_delays_lands_in_no_other_requests_pages(cluste
             assert flowing.acquire(timeout=LIMIT_S)
     finally:
         c.unplugged = False
-    assert [future.result() for future in futures] == expected(requests)
+    answers = [future.result() for future in futures]
+    for answer, true in zip(answers, expected(requests), strict=True):
+        check(answer, true)
+    assert any(answer.error is None for answer in answers)
     recover(cluster, expected)
 
 
