@@ -12,6 +12,8 @@ import httpx
 import openai
 import pytest
 
+from sluice.benchmarks import load
+from sluice.benchmarks.load_client import bad_clients
 from sluice.deploy.recall import recall_task
 
 pytestmark = pytest.mark.live
@@ -231,3 +233,14 @@ async def stream(http, seed):
                 text += event["choices"][0]["text"]
                 reason = event["choices"][0]["finish_reason"] or reason
     return text, reason
+
+
+async def test_streams_get_their_text_beside_clients_that_say_or_read_nothing(live):
+    expected = await load.references(live.url, MODEL)
+    unread = load.body(MODEL, load.PROMPTS[0], 64) | {"logprobs": 20}
+    async with bad_clients(live.url, unread, num_idle=100, num_unread=4):
+        phase, problems = await load.load(
+            live.url, MODEL, expected, name="load", num_streams=20, seconds=3
+        )
+    assert phase.num_answers >= 20 and not problems
+    assert await load.unused(live.url) == ""
