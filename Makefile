@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test gpu-check lint types format install check clean
+.PHONY: demo test test-hosts gpu-check lint types format install check clean
 
 demo: install
 	$(BIN)/python -m sluice.deploy.demo
@@ -15,6 +15,10 @@ test: install lint
 # One GPU, and a Python with torch and triton; nothing is installed. ARGS=--interpret: without a GPU.
 gpu-check:
 	$(PYTHON) benchmarks/gpu_check.py $(ARGS)
+
+# Prefill and decode on hosts of their own, with a network that is slow, lossy, cut or frozen.
+test-hosts: install
+	$(BIN)/pytest -m hosts tests/deploy/test_two_hosts.py
 
 check: lint test
 

@@ -48,7 +48,7 @@ def test_curl_streams_a_chat_answer_as_the_openai_client_reads_it(live):
     choices = [json.loads(event)["choices"][0] for event in events]
     text = "".join(choice["delta"].get("content", "") for choice in choices)
     assert text == chat(live, stream=True) == chat(live)
-    assert len(choices) > 10
+    assert len(choices) > 5, "tokens come as they are made; a busy router may join some"
 
 
 def test_the_command_line_streams_the_same_answer(live):

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from network import Host, Hub, why_unavailable
 
-pytestmark = pytest.mark.live
+pytestmark = [pytest.mark.live, pytest.mark.hosts]
 
 ROOT = Path(__file__).parents[2]
 MODEL = "tiny-v4"
