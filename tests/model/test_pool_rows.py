@@ -29,6 +29,7 @@ def inputs_of(spec):
         request_index=torch.zeros_like(token),
         query_start=torch.tensor([0, NUM_TOKENS]),
         num_computed=torch.tensor([0]),
+        num_history=torch.tensor([0]),
         page_tables={spec.table: PAGES},
     )
 

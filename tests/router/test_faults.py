@@ -75,7 +75,10 @@ async def test_unconfirmed_abort_voids_the_grant(world):
     await world.until(lambda: decode.confirmed == [grant_id])
 
 
-async def test_a_prefill_node_that_has_left_is_asked_no_more(world):
+async def test_a_prefill_node_that_has_left_is_asked_no_more(make_world):
+    world = await make_world(transfer={"lease_s": 0.2})
+    world.add_prefill()
+    world.add_decode()
     prefill = world.prefills["prefill-0"]
     prefill.faults = [NodeLost("gone")]
 
