@@ -222,7 +222,7 @@ def live(tmp_path_factory):
                 env={**os.environ, "RAY_AUTH_MODE": "token"},
             )
         )
-        stack.callback(driver.stdin.close)
+        stack.callback(driver.kill)  # Ray's own way out of a driver may take for ever
         yield Live(record["url"], namespace, driver)
 
 
