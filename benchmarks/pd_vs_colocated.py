@@ -201,7 +201,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--plot", type=Path)
     given = parser.parse_args(arguments)
     console = Console()
-    origin = provenance("python -m sluice.benchmarks.pd_vs_colocated")
+    chosen = "".join(f" --tokens {tokens}" for tokens in given.tokens or ())
+    origin = provenance(f"python -m sluice.benchmarks.pd_vs_colocated{chosen}")
     print_provenance(console, origin)
     points: list[Point] = []
     with tempfile.TemporaryDirectory() as folder:
