@@ -278,6 +278,7 @@ class DecodeNode:
             for stream, _ in work:
                 self._end(stream, error=f"decode step failed: {error}")
             return
+        self._count_computed(work)
         rows = [row for row, (stream, chunk) in enumerate(work) if self._finish(stream, chunk)]
         streams = [work[row][0] for row in rows]
         if len(rows) < len(work):
@@ -289,13 +290,23 @@ class DecodeNode:
 
     def _finish(self, stream: Stream, chunk: Chunk) -> bool:
         """Note what a chunk computed; whether the request's next token follows from it."""
-        kind = "prefill" if stream.computes_prompt else "decode"
-        self.metrics.computed_tokens.labels(kind).inc(chunk.num_tokens)
+        in_prompt = stream.computes_prompt
         stream.request.num_computed_tokens = chunk.end
         self.runner.manager.expire(stream.request.grant_id, chunk.end)
-        if kind == "prefill" and not stream.computes_prompt:
-            self._keep_history(stream)
-        return not stream.computes_prompt
+        if not in_prompt:
+            return True
+        if stream.computes_prompt:
+            return False
+        self._keep_history(stream)
+        return True
+
+    def _count_computed(self, work: Sequence[tuple[Stream, Chunk]]) -> None:
+        """Count a step's tokens, once a kind: a look at a label for every request adds up."""
+        total = sum(chunk.num_tokens for _, chunk in work)
+        prompt = sum(chunk.num_tokens for stream, chunk in work if stream.computes_prompt)
+        for kind, num_tokens in (("prefill", prompt), ("decode", total - prompt)):
+            if num_tokens:
+                self.metrics.computed_tokens.labels(kind).inc(num_tokens)
 
     def _make_room(self) -> list[tuple[Stream, Chunk]]:
         """Pages for what every running request computes next, the oldest first.
