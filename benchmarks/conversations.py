@@ -79,7 +79,7 @@ class Nodes:
         hit = manager.find_history(manager.keys_of(prompt))
         end = len(token_ids) - 1  # the last token is never computed
         manager.grant(name, num_tokens=len(prompt), max_tokens=len(token_ids), hit=hit)
-        manager.extend(name, len(prompt), end)
+        manager.extend(name, end)
         manager.cache_history(name, manager.keys_of(token_ids), end)
         manager.release(name)
         return hit.num_tokens

@@ -7,13 +7,13 @@ computed and nothing goes over a wire.
 from __future__ import annotations
 
 import asyncio
-import gc
 import itertools
 from collections.abc import AsyncIterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from sluice.cache.spec import Full, PoolSpec
+from sluice.deploy.collector import spare_streams
 from sluice.engine.config import parse_config
 from sluice.engine.protocol import (
     ClusterState,
@@ -113,7 +113,7 @@ async def _run_router(told: Connection) -> None:
     server = await serve(service, "127.0.0.1", 0)
     decode = InstantDecode()
     service.set_nodes([InstantPrefill(decode)], [decode])
-    gc.freeze()  # as the router's process does
+    spare_streams()  # as the router's process does
     told.send(server.port)
     await server.wait_closed()
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
@@ -32,9 +33,10 @@ from sluice.benchmarks.replay import ModelFreeRunner, compute, make_job, make_sc
 from sluice.cache.manager import CacheManager
 from sluice.cache.spec import tables_of
 from sluice.decode_node.node import DecodeNode
+from sluice.deploy.collector import spare_streams
 from sluice.engine.batch import build_inputs
 from sluice.engine.config import parse_config
-from sluice.engine.protocol import GenerateRequest, SamplingParams, TokenChunk
+from sluice.engine.protocol import GenerateRequest, SamplingParams
 from sluice.model.presets import preset_pools
 from sluice.transfer.local_transport import LocalTransport
 from sluice.transfer.receiver import Arrival
@@ -111,7 +113,7 @@ def prefix_match() -> Cost:
 
 
 def decode_turn(num_tokens: int, temperature: float = 0.0) -> Cost:
-    """A turn with all requests running, each with a prompt of its own."""
+    """A turn with all requests running, each with a prompt of its own of about that length."""
     what = "sampled turn" if temperature else "decode turn"
     sampling = SamplingParams(max_tokens=900, temperature=temperature)
     runner = ModelFreeRunner(
@@ -120,13 +122,15 @@ def decode_turn(num_tokens: int, temperature: float = 0.0) -> Cost:
     config = parse_config({"model": {"path": "none"}, "transfer": {"lease_s": 3600}})
     name = f"{what} {num_tokens}"
     node = DecodeNode(runner, LocalTransport(name), config, name, "")
-    received: list[TokenChunk] = []
-    node.subscribe("router", received.extend)
-    for number in range(NUM_REQUESTS):
-        prompt = tuple(range(number * num_tokens, (number + 1) * num_tokens))
+    received: Counter[str] = Counter()  # tokens by request; the chunks are dropped, as on their way
+    node.subscribe("router", lambda chunks: received.update(c.request_id for c in chunks))
+    for number in range(NUM_REQUESTS):  # each a token shorter, so that pages end in turn
+        prompt = tuple(range(number * num_tokens, (number + 1) * num_tokens - number))
         _run_on(node, GenerateRequest(f"r{number}", prompt, sampling))
+    spare_streams()  # as a node's process does when it has started
     seconds = timed(node._turn, NUM_TURNS)
-    assert len(received) == NUM_REQUESTS * NUM_TURNS, "every turn gives every request a token"
+    every_turn = Counter({f"r{number}": NUM_TURNS for number in range(NUM_REQUESTS)})
+    assert received == every_turn, "every turn gives every request a token"
     node.stop()
     return cost(what, NUM_REQUESTS, num_tokens, seconds)
 

@@ -135,7 +135,7 @@ class Ours:
         manager, chunks = self.runner.manager, []
         for request in requests:
             start = request.num_computed_tokens
-            manager.extend(request.grant_id, start, start + num_tokens)
+            manager.extend(request.grant_id, start + num_tokens)
             chunks.append(Chunk(request, start, start + num_tokens))
         logits = self.runner.step(chunks)
         for chunk in chunks:

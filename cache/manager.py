@@ -8,7 +8,7 @@ A holder is one attempt at a request, named by its grant. The life of a page:
 
 1. `grant` admits a request with pages in every table or in none. Pages of a cached prefix are
    shared; those the request will write into are copied first.
-2. `extend` adds the pages that computing tokens [start, end) needs.
+2. `extend` adds the pages that computing on to n tokens needs.
 3. `cache_history` and `cache_resume` keep pages for later requests with the same beginning.
 4. `expire` gives back what retention no longer needs once n tokens are computed.
 5. `release` gives back everything; what the cache keeps stays until it is evicted.
@@ -51,6 +51,8 @@ class PageTable:
     An array of 8-byte integers, since every step copies the pages of its requests into a tensor.
     """
 
+    __slots__ = ("first", "pages")
+
     def __init__(self, first: int, pages: Iterable[int] = ()) -> None:
         self.first = first
         self.pages = array("q", pages)
@@ -76,7 +78,7 @@ class PageTable:
         return dropped
 
 
-@dataclass
+@dataclass(slots=True)
 class Holder:
     """A request's pages, and until when a step changes nothing about them.
 
@@ -95,6 +97,14 @@ class Holder:
         self.room_tokens = min(
             pages.end * table.tokens_per_page for table, pages in self.tables.items()
         )
+
+    def missing_pages(self, num_tokens: int) -> dict[TableSpec, int]:
+        """How many pages to add for so many tokens, in the tables that lack any."""
+        return {
+            table: table.page_end(num_tokens) - pages.end
+            for table, pages in self.tables.items()
+            if pages.end * table.tokens_per_page < num_tokens
+        }
 
     def pages_went(self) -> None:
         expiring = ((t, pages) for t, pages in self.tables.items() if not t.keeps_all)
@@ -166,12 +176,14 @@ class CacheManager:
             raise NoRoom(f"{self.max_requests} requests are running (max_running_requests)")
         wanted = {table: table.pages_to_admit(num_tokens, max_tokens) for table in self.tables}
         held = {table: self._shared(table, wanted[table], hit or Hit()) for table in self.tables}
+        missing = {t: pages.stop - held[t].end for t, pages in wanted.items()}
+        missing = {table: count for table, count in missing.items() if count > 0}
         # Making room must evict neither what is shared nor what is still to be copied from.
         sources = {table: self._partial_page(table, hit or Hit()) for table in self.tables}
         self._use(held)
         self._use(sources)
         try:
-            self._grow(held, wanted)
+            self._grow(held, missing)
         except NoRoom:
             self._unuse(held)
             raise
@@ -184,11 +196,11 @@ class CacheManager:
             for page in partial.pages
         ]
 
-    def extend(self, holder: str, start: int, end: int) -> None:
-        """Add the pages needed while tokens [start, end) are computed. Raises NoRoom."""
+    def extend(self, holder: str, num_tokens: int) -> None:
+        """Add the pages that computing up to `num_tokens` tokens needs. Raises NoRoom."""
         held = self._holders[holder]
-        if end > held.room_tokens:
-            self._grow(held.tables, {table: table.pages(start, end) for table in self.tables})
+        if num_tokens > held.room_tokens:
+            self._grow(held.tables, held.missing_pages(num_tokens))
             held.pages_came()
 
     def cache_history(self, holder: str, keys: PrefixKeys, num_tokens: int) -> None:
@@ -338,10 +350,8 @@ class CacheManager:
                 pages[table], first[table] = kept, live.start
         return Resume(num_tokens, pages, first), copies
 
-    def _grow(self, held: Mapping[TableSpec, PageTable], wanted: Mapping[TableSpec, range]) -> None:
-        """Extend `held` to the end of `wanted` in all tables, or raise NoRoom and in none."""
-        missing = {t: pages.stop - held[t].end for t, pages in wanted.items()}
-        missing = {table: count for table, count in missing.items() if count > 0}
+    def _grow(self, held: Mapping[TableSpec, PageTable], missing: Mapping[TableSpec, int]) -> None:
+        """Add so many pages in all tables, or raise NoRoom and in none."""
         for table, count in missing.items():
             if not self._make_room(table, count):
                 pools = ", ".join(spec.name for spec in self.specs if spec.table == table)

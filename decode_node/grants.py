@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from sluice.engine.batch import Chunk
 from sluice.engine.protocol import PageGrant
@@ -24,7 +25,7 @@ from sluice.engine.tracing import NO_SPAN, Span, begin_span
 log = logging.getLogger(__name__)
 
 
-@dataclass
+@dataclass(slots=True)
 class Stream:
     """One granted request: its pages, whom its tokens go to, and until when it may wait."""
 
@@ -59,17 +60,20 @@ class Stream:
         self.span.end(output_tokens=num_tokens)
         log.info("event=released request_id=%s output_tokens=%d", self.request_id, num_tokens)
 
-    @property
-    def computes_prompt(self) -> bool:
-        """Whether tokens of its prompt are still to be computed here."""
-        return self.request.num_computed_tokens < self.grant.num_tokens
-
     def next_chunk(self, prompt_tokens: int) -> Chunk:
         """What to compute next: the newest token, or up to so many tokens of a local prompt."""
-        start = self.request.num_computed_tokens
-        if self.computes_prompt:
-            return Chunk(self.request, start, min(start + prompt_tokens, self.grant.num_tokens))
+        start, num_tokens = self.request.num_computed_tokens, self.grant.num_tokens
+        if start < num_tokens:
+            return Chunk(self.request, start, min(start + prompt_tokens, num_tokens))
         return Chunk(self.request, start, start + 1)
+
+
+class Work(NamedTuple):
+    """What a step computes of a request. in_prompt: tokens of its prompt, not its newest one."""
+
+    stream: Stream
+    chunk: Chunk
+    in_prompt: bool
 
 
 class Grants:

@@ -25,9 +25,8 @@ from typing import Any
 from sluice.cache.manager import NoRoom
 from sluice.cache.prefix_tree import Hit
 from sluice.cache.spec import TableSpec
-from sluice.decode_node.grants import Grants, Stream
+from sluice.decode_node.grants import Grants, Stream, Work
 from sluice.decode_node.outbox import Outbox, Sink
-from sluice.engine.batch import Chunk
 from sluice.engine.choice import Choice, choose
 from sluice.engine.config import SluiceConfig
 from sluice.engine.loop import LoopThread
@@ -267,20 +266,20 @@ class DecodeNode:
             stream.request.append(arrival.first_token)
             stream.start()
 
-    def _step(self, work: Sequence[tuple[Stream, Chunk]]) -> None:
+    def _step(self, work: Sequence[Work]) -> None:
         """One more token for every running request, but for those whose prompt goes on."""
         started = time.perf_counter()
         try:
-            logits = self.runner.step([chunk for _, chunk in work])
+            logits = self.runner.step([chunk for _, chunk, _ in work])
         except Exception as error:
             log.exception("event=step_failed node=%s", self.info.node_id)
             self.metrics.failed_requests.labels("NodeError").inc(len(work))
-            for stream, _ in work:
+            for stream, _, _ in work:
                 self._end(stream, error=f"decode step failed: {error}")
             return
         self._count_computed(work)
-        rows = [row for row, (stream, chunk) in enumerate(work) if self._finish(stream, chunk)]
-        streams = [work[row][0] for row in rows]
+        rows = [row for row, item in enumerate(work) if self._finish(item)]
+        streams = [work[row].stream for row in rows]
         if len(rows) < len(work):
             logits = logits[rows]
         choices = choose(logits, [stream.request for stream in streams])
@@ -288,27 +287,23 @@ class DecodeNode:
         for stream, choice in zip(streams, choices, strict=True):
             self._emit(stream, choice)
 
-    def _finish(self, stream: Stream, chunk: Chunk) -> bool:
+    def _finish(self, work: Work) -> bool:
         """Note what a chunk computed; whether the request's next token follows from it."""
-        in_prompt = stream.computes_prompt
+        stream, chunk, in_prompt = work
         stream.request.num_computed_tokens = chunk.end
         self.runner.manager.expire(stream.request.grant_id, chunk.end)
-        if not in_prompt:
-            return True
-        if stream.computes_prompt:
-            return False
-        self._keep_history(stream)
-        return True
+        if in_prompt and chunk.end == stream.grant.num_tokens:
+            self._keep_history(stream)
+        return chunk.end >= stream.grant.num_tokens
 
-    def _count_computed(self, work: Sequence[tuple[Stream, Chunk]]) -> None:
+    def _count_computed(self, work: Sequence[Work]) -> None:
         """Count a step's tokens, once a kind: a look at a label for every request adds up."""
-        total = sum(chunk.num_tokens for _, chunk in work)
-        prompt = sum(chunk.num_tokens for stream, chunk in work if stream.computes_prompt)
-        for kind, num_tokens in (("prefill", prompt), ("decode", total - prompt)):
+        prompts = [item.chunk.num_tokens for item in work if item.in_prompt]
+        for kind, num_tokens in (("prefill", sum(prompts)), ("decode", len(work) - len(prompts))):
             if num_tokens:
                 self.metrics.computed_tokens.labels(kind).inc(num_tokens)
 
-    def _make_room(self) -> list[tuple[Stream, Chunk]]:
+    def _make_room(self) -> list[Work]:
         """Pages for what every running request computes next, the oldest first.
 
         Where they run out the youngest is preempted: it goes on after another prefill. The oldest
@@ -322,15 +317,16 @@ class DecodeNode:
             stream = waiting[0]
             chunk = stream.next_chunk(budget)
             try:
-                self.runner.manager.extend(stream.grant.grant_id, chunk.start, chunk.end)
+                self.runner.manager.extend(stream.request.grant_id, chunk.end)
             except NoRoom as error:
                 self._preempt(waiting.pop(), error)
                 continue
             waiting.popleft()
-            if chunk.num_tokens:
-                ready.append((stream, chunk))
-            if stream.computes_prompt:
+            in_prompt = chunk.start < stream.grant.num_tokens
+            if in_prompt:
                 budget -= chunk.num_tokens
+            if chunk.end > chunk.start:
+                ready.append(Work(stream, chunk, in_prompt))
         return ready
 
     def _preempt(self, stream: Stream, why: NoRoom) -> None:
@@ -346,7 +342,8 @@ class DecodeNode:
         logprobs = () if choice.logprobs is None else (choice.logprobs,)
         reason = request.append(token)
         if reason is None:
-            self._send(stream, (token,), logprobs=logprobs)
+            chunk = TokenChunk(stream.request_id, (token,), logprobs=logprobs)
+            self._outbox.put(stream.router_id, chunk)
         else:
             self._end(stream, (token,), finish_reason=reason, logprobs=logprobs)
 

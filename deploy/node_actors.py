@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import ray
 
+from sluice.deploy.collector import spare_streams
 from sluice.deploy.logs import log_to_stderr
 from sluice.engine import tracing
 from sluice.engine.config import SluiceConfig
@@ -81,6 +82,7 @@ class NodeActor(ABC):
         self._face = await asyncio.to_thread(self._load)
         self._face.node.start()
         self._running = True
+        spare_streams()
         return self._face.info
 
     @abstractmethod

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import sys
 from collections.abc import Collection, Sequence
 
 import ray
 
+from sluice.deploy.collector import spare_streams
 from sluice.deploy.logs import log_to_stderr
 from sluice.engine import tracing
 from sluice.engine.config import SluiceConfig
@@ -37,7 +37,7 @@ class RouterActor:
         tracing.export_to(router.otlp_endpoint, "router")
         self._service = RouterService(self._config, self._cluster)
         self._server = await serve(self._service, router.host, router.port)
-        gc.freeze()  # what lives from here on is spared full collections, which stop all streams
+        spare_streams()
         if router.host in ANY_ADDRESS:
             return self._server.url_at(ray.util.get_node_ip_address())
         return self._server.url

@@ -7,7 +7,7 @@ same on prefill's first token and on decode, in a batch and alone, and after a f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -17,8 +17,7 @@ from sluice.engine.request import Request
 from sluice.engine.sampler import sample
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """A request's next token. `error`: its grammar failed, and the token is of no use."""
 
     token_id: int

@@ -13,7 +13,6 @@ On a CPU the same function runs on the same buffers, in the batch's own size.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_
@@ -66,7 +65,8 @@ class StepBuffers:
         self._rows = torch.arange(num_rows + 1, device=device)
         self._num_pages = {table: np.zeros(num_rows, dtype=np.int64) for table in tables}
         self._holders: list[Mapping[TableSpec, PageTable]] = []  # of the rows in use
-        self._valid_until = np.zeros(num_rows, dtype=np.int64)  # tokens from which a row is stale
+        # The number of tokens from which on a row of a table is stale:
+        self._valid_until = {table: np.zeros(num_rows, dtype=np.int64) for table in tables}
 
     def inputs(self, num_rows: int) -> ForwardInputs:
         """Views of the first rows. On a CPU a page table is as wide as the longest of them."""
@@ -92,56 +92,55 @@ class StepBuffers:
     def fill(self, chunks: Sequence[Chunk]) -> None:
         """Write one token of each request to the first rows, and null pages to the others."""
         holders = [self._manager.page_tables(chunk.request.grant_id) for chunk in chunks]
-        self._seat(holders)
+        self._seat(holders, chunks)
         numbers = self._numbers.host[:, : len(chunks)]
         numbers[0] = [request.token_ids[start] for request, start, _ in chunks]
         numbers[1] = [start for _, start, _ in chunks]
-        stale = np.flatnonzero(numbers[1] >= self._valid_until[: len(chunks)]).tolist()
-        changed = {table for row in stale for table in self._write(row, chunks[row])}
-        for table in changed:
-            self._tables[table].upload()
+        for table, valid_until in self._valid_until.items():
+            stale = np.flatnonzero(numbers[1] >= valid_until[: len(chunks)]).tolist()
+            for row in stale:
+                self._write(table, row, holders[row][table])
+            if stale:
+                self._tables[table].upload()
         self._numbers.upload()
 
     def clear(self) -> None:
         """Null pages everywhere."""
-        self._seat([])
+        self._seat([], [])
         for buffer in (self._numbers, *self._tables.values()):
             buffer.upload()
 
-    def _seat(self, holders: list[Mapping[TableSpec, PageTable]]) -> None:
-        """Give every holder its row: those known move with it, new ones find theirs stale."""
+    def _seat(self, holders: list[Mapping[TableSpec, PageTable]], chunks: Sequence[Chunk]) -> None:
+        """Give every holder its chunk's row: what is known moves there, the rest finds it stale."""
         before, self._holders = self._holders, holders
         if len(before) == len(holders) and all(map(is_, before, holders)):
             return
         row_of = {id(holder): row for row, holder in enumerate(before)}
         rows = np.array([row_of.get(id(holder), -1) for holder in holders], dtype=np.int64)
         in_use = max(len(before), len(holders))
-        arrays = [buffer.host for buffer in self._tables.values()]
-        for array in (*arrays, self._numbers.host.T, *self._num_pages.values(), self._valid_until):
+        tables = [buffer.host for buffer in self._tables.values()]
+        notes = [*self._num_pages.values(), *self._valid_until.values()]
+        for array in (*tables, self._numbers.host.T, *notes):
             kept = array[rows]
             kept[rows < 0] = NULL_PAGE
             array[: len(holders)] = kept
             array[len(holders) : in_use] = NULL_PAGE
+        history = [chunk.request.history_tokens for chunk in chunks]
+        self._numbers.host[2, : len(chunks)] = history
         for buffer in self._tables.values():
             buffer.upload()
 
-    def _write(self, row: int, chunk: Chunk) -> list[TableSpec]:
-        """Bring a row up to date; returns the tables whose pages are others than before."""
-        self._numbers.host[2, row] = chunk.request.history_tokens
-        valid_until, changed = math.inf, []
-        for table, pages in self._holders[row].items():
-            valid_until = min(valid_until, pages.end * table.tokens_per_page)
-            if not table.keeps_all:
-                valid_until = min(valid_until, table.page_expires_at(pages.first))
-            count, counts, firsts = len(pages.pages), self._num_pages[table], self._firsts[table]
-            if counts[row] != count or firsts[row] != pages.first:
-                target = self._tables[table].host[row]
-                target[count : counts[row]] = NULL_PAGE
-                target[:count] = pages.pages
-                counts[row], firsts[row] = count, pages.first
-                changed.append(table)
-        self._valid_until[row] = valid_until
-        return changed
+    def _write(self, table: TableSpec, row: int, pages: PageTable) -> None:
+        """Bring a row of a table up to date."""
+        count, num_pages = len(pages.pages), self._num_pages[table]
+        target = self._tables[table].host[row]
+        target[count : num_pages[row]] = NULL_PAGE
+        target[:count] = pages.pages
+        num_pages[row], self._firsts[table][row] = count, pages.first
+        valid_until: float = pages.end * table.tokens_per_page
+        if not table.keeps_all:
+            valid_until = min(valid_until, table.page_expires_at(pages.first))
+        self._valid_until[table][row] = valid_until
 
 
 class DecodeSteps:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import MutableSequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -12,12 +14,13 @@ if TYPE_CHECKING:
     from sluice.engine.penalties import TokenCounts
 
 
-@dataclass
+@dataclass(slots=True)
 class Request:
     """A generation's tokens and progress. Owned by the node's loop thread.
 
     grant_id names this attempt: pages and transfers are held under it, so that a retried request
-    never meets what its first attempt left behind. token_ids: prompt and output so far.
+    never meets what its first attempt left behind. token_ids: prompt and output so far, in an array
+    on nodes: the garbage collector would walk long lists, while all streams wait.
     num_computed_tokens: tokens whose rows are in the pools. history_tokens: tokens whose rows in
     Full pools are shared and must not be written; more than are computed while tokens are replayed.
     matcher, counts: what the choice of the next token remembers of the tokens so far.
@@ -27,7 +30,7 @@ class Request:
     grant_id: str
     num_prompt_tokens: int
     sampling: SamplingParams
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: MutableSequence[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     history_tokens: int = 0
     matcher: Matcher | None = field(default=None, repr=False)
@@ -40,7 +43,7 @@ class Request:
             grant_id=grant_id,
             num_prompt_tokens=len(request.prompt_token_ids),
             sampling=request.sampling,
-            token_ids=list(request.token_ids),
+            token_ids=array("q", request.token_ids),
             matcher=matcher,
         )
 
@@ -53,6 +56,6 @@ class Request:
         self.token_ids.append(token_id)
         if token_id in self.sampling.stop_token_ids:
             return FinishReason.STOP
-        if self.num_output_tokens >= self.sampling.max_tokens:
+        if len(self.token_ids) - self.num_prompt_tokens >= self.sampling.max_tokens:
             return FinishReason.LENGTH
         return None

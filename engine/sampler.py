@@ -22,7 +22,7 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence
     logits: [num_requests, vocab], fp32. positions: the output position each draw is for.
     Equal logits go to the lowest token id.
     """
-    tokens = logits.argmax(dim=-1)
+    tokens = _largest(logits)
     random = [row for row, p in enumerate(params) if p.temperature > 0]
     # Ordering a vocabulary costs more than all else: only those who ask for it pay.
     ordered = [row for row in random if params[row].top_k or params[row].top_p < 1]
@@ -34,6 +34,13 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence
             draws = torch.from_numpy(uniform(seeds, [positions[row] for row in rows]))
             tokens[rows] = draw(logits[rows], some, draws.to(logits.device))
     return tokens.tolist()
+
+
+def _largest(logits: Tensor) -> Tensor:
+    """The lowest id of each row's largest logit, [num_requests] int64."""
+    if logits.device.type == "cpu":  # numpy's takes a tenth of torch's time over a whole vocabulary
+        return torch.from_numpy(logits.numpy().argmax(axis=-1))
+    return logits.argmax(dim=-1)
 
 
 def _draw_in_order(logits: Tensor, params: Sequence[SamplingParams], draws: Tensor) -> Tensor:

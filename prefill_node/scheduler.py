@@ -146,7 +146,7 @@ class PrefillScheduler:
         for job in self._computable():
             start = job.request.num_computed_tokens
             end = min(start + budget, self._next_resume(job, start))
-            self._manager.extend(job.request.grant_id, start, end)
+            self._manager.extend(job.request.grant_id, end)
             chunks.append(Chunk(job.request, start, end))
             budget -= end - start
             if budget == 0:

@@ -61,7 +61,7 @@ class Driver:
     def compute(self, holder, num_tokens, *, resume=True, spare=False):
         prompt, start = self.prompts[holder], self.computed[holder]
         end = min(len(prompt), start + num_tokens)
-        self.manager.extend(holder, start, end)
+        self.manager.extend(holder, end)
         hit = self.hits[holder]
         self.pools.compute(holder, prompt, start, end, hit)
         self.computed[holder] = end

@@ -38,7 +38,7 @@ def test_a_grant_takes_pages_in_all_tables_or_in_none():
 def test_expired_pages_return_to_the_free_list():
     manager = CacheManager(SPECS, plan(), max_requests=4)
     manager.grant("a", num_tokens=0, max_tokens=100)
-    manager.extend("a", 0, 24)
+    manager.extend("a", 24)
     held = manager.usage()["window"]["used"]
     manager.expire("a", 24)
     assert held == 6
@@ -92,7 +92,7 @@ class ManagerMachine(RuleBasedStateMachine):
             start, limit = self.lengths[holder]
             end = min(limit, start + budget)
             budget -= end - start
-            self.manager.extend(holder, start, end)
+            self.manager.extend(holder, end)
             ends[holder] = end
         self.manager.check()
         for holder, end in ends.items():

@@ -18,8 +18,8 @@ def test_chunks_become_flat_tokens_and_page_tables():
     manager = CacheManager((FULL, WINDOW), {FULL.table: 9, WINDOW.table: 9}, 4)
     manager.grant("a", num_tokens=6, max_tokens=8)
     manager.grant("b", num_tokens=0, max_tokens=3)
-    manager.extend("a", 6, 7)
-    manager.extend("b", 0, 3)
+    manager.extend("a", 7)
+    manager.extend("b", 3)
     inputs = build_inputs([Chunk(request("a", 7), 6, 7), Chunk(request("b", 3), 0, 3)], manager)
 
     assert inputs.token_ids.tolist() == [106, 100, 101, 102]

@@ -48,7 +48,7 @@ class Lives:
         chunks = []
         for request in self.running:
             start = request.num_computed_tokens
-            self.manager.extend(request.grant_id, start, start + 1)
+            self.manager.extend(request.grant_id, start + 1)
             chunks.append(Chunk(request, start, start + 1))
         return chunks
 

@@ -43,7 +43,7 @@ class Single:
         while reason is None:
             start = state.num_computed_tokens
             end = self._chunk_end(start, prompt if start < prompt else len(state.token_ids))
-            manager.extend(state.grant_id, start, end)
+            manager.extend(state.grant_id, end)
             logits = self.runner.step([Chunk(state, start, end)])
             state.num_computed_tokens = end
             manager.expire(state.grant_id, end)
@@ -53,7 +53,7 @@ class Single:
                 [choice] = choose(logits, [state])
                 reason = state.append(choice.token_id)
         manager.release(state.grant_id)
-        return state.token_ids[prompt:], rows
+        return list(state.token_ids[prompt:]), rows
 
     def _chunk_end(self, start, num_tokens):
         """Where a node's chunk ends that has nothing cached: the rows' last bits depend on it."""
