@@ -6,7 +6,6 @@ client's; that needs a deployment that nobody else uses meanwhile.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from sluice.deploy.compare_prompts import Prompt
 from sluice.deploy.http_client import RouterClient
 from sluice.engine.config import SluiceConfig
 from sluice.engine.protocol import SluiceError
+from sluice.engine.runner import role_specs
 from sluice.model.registry import declare_pools
 
 FIRST_TOKEN = "sluice:time_to_first_token_seconds"
@@ -63,13 +63,8 @@ class Measure:
 
 def decode_specs(config: SluiceConfig) -> tuple[PoolSpec, ...]:
     """The pools of the model in the layout that the config gives decode nodes."""
-    model, layouts = config.model, config.decode.pools
-    return tuple(
-        dataclasses.replace(spec, **layouts[spec.name].model_dump(exclude_none=True))
-        if spec.name in layouts
-        else spec
-        for spec in declare_pools(model.path, model.cache_path, model.dtype)
-    )
+    model = config.model
+    return role_specs(declare_pools(model.path, model.cache_path, model.dtype), config.decode)
 
 
 def measure(
