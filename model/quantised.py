@@ -26,7 +26,7 @@ def join_scales(tensors: Mapping[str, Tensor], source: str) -> dict[str, Weight]
     weights: dict[str, Weight] = {
         name: tensor for name, tensor in tensors.items() if not name.endswith(".scale")
     }
-    for name in tensors.keys() - weights.keys():
+    for name in sorted(tensors.keys() - weights.keys()):
         weight = f"{name.removesuffix('scale')}weight"
         if weight not in tensors:
             raise ConfigError(f"{source}: {name} has no {weight} whose scale it could be")

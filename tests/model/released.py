@@ -25,13 +25,21 @@ def released_tensors(config, *, seed=0, experts="fp4"):
     """Tensors of the release's names and dtypes."""
     tensors = {}
     for name, tensor in random_tensors(config, seed=seed).items():
-        is_expert = EXPERT_NAMES.fullmatch(name)
-        if is_expert or FP8_NAMES.fullmatch(name):
-            quantise = fp4 if is_expert and experts == "fp4" else fp8
-            tensors[name], tensors[name.removesuffix("weight") + "scale"] = quantise(tensor)
+        form = form_of(name, experts)
+        if form in QUANTISE:
+            tensors[name], tensors[name.removesuffix("weight") + "scale"] = QUANTISE[form](tensor)
         else:
-            tensors[name] = tensor.bfloat16() if name.endswith(".weight") else tensor
+            tensors[name] = tensor.bfloat16() if form == "bf16" else tensor
     return tensors
+
+
+def form_of(name, experts="fp4"):
+    """How the release stores a tensor; a base model's experts are FP8."""
+    if EXPERT_NAMES.fullmatch(name):
+        return experts
+    if FP8_NAMES.fullmatch(name):
+        return "fp8"
+    return "bf16" if name.endswith(".weight") else "i64" if name.endswith("tid2eid") else "fp32"
 
 
 def write_released(folder, tensors, config=RELEASED):
@@ -89,6 +97,9 @@ def fp4(weight):
     exponent = codes.scale_exponent(runs.abs().amax(2), "e2m1")
     scaled = runs * codes.power_of_two(-exponent)[:, :, None]
     return codes.encode_e2m1(scaled.flatten(1)).view(torch.int8), as_ue8m0(exponent)
+
+
+QUANTISE = {"fp8": fp8, "fp4": fp4}
 
 
 def as_ue8m0(exponent):

@@ -2,12 +2,14 @@
 
 import dataclasses
 import json
+import math
 
 import pytest
 import torch
 from released import (
     RELEASED,
     dequantised,
+    form_of,
     official_config,
     released_tensors,
     write_released,
@@ -17,8 +19,17 @@ from sluice.engine.protocol import ConfigError
 from sluice.kernels.matmul import BlockScaled
 from sluice.model.checkpoint import read_weights
 from sluice.model.config import parse_config
+from sluice.model.inventory import tensor_shapes
+from sluice.model.presets import V4_FLASH
 from sluice.model.registry import load_model
 
+BYTES = {  # with the scales
+    "fp8": lambda out, channels: out * channels + -(-out // 128) * -(-channels // 128),
+    "fp4": lambda out, channels: out * channels // 2 + out * channels // 32,
+    "bf16": lambda *shape: 2 * math.prod(shape),
+    "fp32": lambda *shape: 4 * math.prod(shape),
+    "i64": lambda *shape: 8 * math.prod(shape),
+}
 IDS = torch.arange(3, 43).tolist()
 
 
@@ -34,6 +45,16 @@ def same(left, right):
 
 def plain(weights):
     return {n: w.plain() if isinstance(w, BlockScaled) else w for n, w in weights.items()}
+
+
+def test_the_form_of_these_tests_is_the_releases():
+    """By V4-Flash's published totals, less those of its MTP layer."""
+    shapes = tensor_shapes(V4_FLASH)
+    forms = {name: form_of(name) for name in shapes}
+    num_scales = sum(form in ("fp8", "fp4") for form in forms.values())
+    assert len(shapes) + num_scales == 69_187 - 1_575
+    num_bytes = sum(BYTES[forms[name]](*shape) for name, shape in shapes.items())
+    assert num_bytes == 159_609_485_896 - 3_593_787_756
 
 
 @pytest.mark.parametrize("experts", ["fp4", "fp8"])
