@@ -15,7 +15,9 @@ from released import (
     write_released,
 )
 
-from sluice.engine.protocol import ConfigError
+from sluice.engine.config import parse_config as config_of
+from sluice.engine.protocol import ConfigError, Role
+from sluice.engine.runner import Runner
 from sluice.kernels.matmul import BlockScaled
 from sluice.model.checkpoint import read_weights
 from sluice.model.config import parse_config
@@ -107,6 +109,14 @@ def test_peers_that_hold_weights_in_different_forms_are_told_apart(tmp_path):
     released = {load_model(tmp_path / "released", weights=form).fingerprint for form in both}
     unquantised = {load_model(tmp_path / "plain", weights=form).fingerprint for form in both}
     assert len(released) == 2 and len(unquantised) == 1
+
+
+@pytest.mark.parametrize("form", ["stored", "dequantized"])
+def test_a_node_holds_weights_in_the_form_that_its_config_says(tmp_path, form):
+    write_released(tmp_path, released_tensors(RELEASED))
+    config = config_of({"model": {"path": tmp_path, "weights": form}})
+    moe = Runner.load(config, Role.DECODE).model.weights.layers[0].moe
+    assert isinstance(moe.w13, BlockScaled) == (form == "stored")
 
 
 def in_transformers_names(tensors):
