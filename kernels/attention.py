@@ -297,6 +297,13 @@ AOT = (
     ),
     Case(
         _sparse_attention,
+        "V4-Flash decode of many requests, fp8_v4 rows",
+        _SIGNATURE | _PACKED,
+        _FLASH | {"FORM": FP8_V4, "BLOCK_ROWS": PACKED_BLOCK_ROWS},
+        **_SHAPE,
+    ),
+    Case(
+        _sparse_attention,
         "V4-Flash prefill, HCA layer",
         _SIGNATURE,
         _FLASH,
