@@ -280,6 +280,7 @@ _SIGNATURE = {
 _SPLIT = _SIGNATURE | {"sums": "*fp32:16", "peaks": "*fp32:16"}
 _PACKED = {f"{s}_rows": "*u8:16" for s in ("first", "second")}
 _PACKED |= {f"{s}_{u}_stride": "i64" for s in ("first", "second") for u in ("page", "row")}
+_FP8_ROWS = _FLASH | {"FORM": FP8_V4, "BLOCK_ROWS": PACKED_BLOCK_ROWS}
 AOT = (
     Case(
         _sparse_attention,
@@ -292,14 +293,14 @@ AOT = (
         _sparse_attention,
         "V4-Flash decode, CSA layer, fp8_v4 rows",
         _SPLIT | _PACKED,
-        _FLASH | {"FORM": FP8_V4, "BLOCK_ROWS": PACKED_BLOCK_ROWS},
+        _FP8_ROWS,
         **_SHAPE,
     ),
     Case(
         _sparse_attention,
         "V4-Flash decode of many requests, fp8_v4 rows",
         _SIGNATURE | _PACKED,
-        _FLASH | {"FORM": FP8_V4, "BLOCK_ROWS": PACKED_BLOCK_ROWS},
+        _FP8_ROWS,
         **_SHAPE,
     ),
     Case(
