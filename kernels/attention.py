@@ -195,8 +195,9 @@ def _sparse_attention(
 
     queries, result: [num_tokens, num_heads, DIM]; first_slots: [num_tokens, num_first] int64,
     second_slots: [num_tokens, num_second]; all contiguous. A range is `split_rows` places
-    of both lists in a row. Slots of -1 are not read. Writes `result`, finished; or, where there are
-    several ranges, `sums` and `peaks` as `combine_splits` takes them.
+    of both lists in a row. Slots of -1 are not read. Rows of both are as FORM says: `load_rows`.
+    Writes `result`, finished; or, where there are several ranges, `sums` and `peaks` as
+    `combine_splits` takes them.
     """
     token, split = tl.program_id(0).to(tl.int64), tl.program_id(2)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
