@@ -98,6 +98,7 @@ def _v4_work(model: DeepseekV4, num_requests: int, num_tokens: int, num_computed
     read = flops = 0.0
     for layer in model.weights.layers:
         moe = layer.moe
+        assert isinstance(moe.w13, Tensor) and isinstance(moe.w2, Tensor), "weights are plain"
         experts = _bytes(moe.w13) + _bytes(moe.w2)
         others = [t for t in _tensors(layer) if t.dim() == 2 and t.is_floating_point()]
         others += [layer.attention.wo_a]

@@ -7,12 +7,21 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from sluice.benchmarks.gpu_work import Shape, Work, num_bytes_of, rounding, spread
+from sluice.benchmarks.gpu_work import (
+    Shape,
+    Work,
+    num_bytes_of,
+    rounding,
+    row_formats,
+    spread,
+)
 from sluice.kernels.accumulators import accumulate_blocks
 from sluice.kernels.attention import sparse_attention
 from sluice.kernels.compressor import compress_overlapping
 from sluice.kernels.dense_attention import Span, decode_attention, prompt_attention
+from sluice.kernels.formats import pack, unpack_reference
 from sluice.kernels.indexer import index_scores
+from sluice.kernels.packed_rows import PackedRows, Rows
 from sluice.kernels.rope import inverse_frequencies, rotations
 from sluice.kernels.rows import gather_rows, write_rows
 from sluice.kernels.topk import causal_topk
@@ -27,9 +36,12 @@ def attention_work(shape: Shape) -> Iterator[Work]:
     yield _write(shape)
     compressed = min(shape.top_k, shape.context // CSA_RATIO)
     yield _sparse(shape, "decode, CSA", shape.batch, compressed)
+    yield _sparse(shape, "decode, CSA", shape.batch, compressed, "fp8_v4")
     yield _sparse(shape, "prompt, CSA", shape.chunk, compressed)
     yield _sparse(shape, "prompt, HCA", shape.chunk, max(1, shape.context // HCA_RATIO))
     yield _scores(shape, "decode", shape.batch, 1)
+    yield _scores(shape, "decode", shape.batch, 1, "fp8")
+    yield _scores(shape, "decode", shape.batch, 1, "fp4")
     yield _scores(shape, "prompt", 1, shape.chunk)
     yield _top_k(shape)
     yield _compress(shape)
@@ -46,16 +58,32 @@ def _pool(num_rows: int, *row_shape: int, dtype: torch.dtype) -> Tensor:
     return pool[:, 1]
 
 
-def _at(rows: Tensor, slots: Tensor) -> Tensor:
-    """fp64 rows at slots, zeros at -1."""
-    found = rows[slots // PAGE_ROWS, slots % PAGE_ROWS].double()
+def _stored(rows: Tensor, shape: Shape, form: str | None) -> Rows:
+    """A pool's rows as they are, or packed."""
+    if form is None:
+        return rows
+    row_format = row_formats(shape)[form]
+    return PackedRows(pack(rows, row_format), row_format)
+
+
+def _at(rows: Rows, slots: Tensor) -> Tensor:
+    """fp64 vectors at slots, zeros at -1."""
+    page, offset = slots // PAGE_ROWS, slots % PAGE_ROWS
+    if isinstance(rows, Tensor):
+        found = rows[page, offset].double()
+    else:
+        found = unpack_reference(rows.rows[page, offset], rows.form, torch.float32).double()
     found[slots < 0] = 0
     return found
 
 
-def _slots(rows: Tensor, *size: int) -> Tensor:
+def _memory(rows: Rows) -> Tensor:
+    return rows if isinstance(rows, Tensor) else rows.rows
+
+
+def _slots(rows: Rows, *size: int) -> Tensor:
     """Random slots beyond the null page."""
-    return torch.randint(PAGE_ROWS, rows.shape[0] * PAGE_ROWS, size)
+    return torch.randint(PAGE_ROWS, _memory(rows).shape[0] * PAGE_ROWS, size)
 
 
 def _gather(shape: Shape) -> Work:
@@ -86,10 +114,15 @@ def _write(shape: Shape) -> Work:
     return Work("copy_rows", "write", run, expected, 0, 2 * num_bytes_of(values), sample=sample)
 
 
-def _sparse(shape: Shape, label: str, num_tokens: int, num_compressed: int) -> Work:
-    window = _pool(num_tokens + shape.window, shape.head_dim, dtype=shape.dtype)
-    compressed = _pool(
-        max(num_compressed, shape.context // CSA_RATIO), shape.head_dim, dtype=shape.dtype
+def _sparse(
+    shape: Shape, label: str, num_tokens: int, num_compressed: int, form: str | None = None
+) -> Work:
+    window, compressed = (
+        _stored(_pool(num_rows, shape.head_dim, dtype=shape.dtype), shape, form)
+        for num_rows in (
+            num_tokens + shape.window,
+            max(num_compressed, shape.context // CSA_RATIO),
+        )
     )
     sources = [
         (window, _slots(window, num_tokens, shape.window)),
@@ -113,17 +146,22 @@ def _sparse(shape: Shape, label: str, num_tokens: int, num_compressed: int) -> W
         return _unrotated(result, turns[sample])
 
     num_rows = shape.window + num_compressed
-    touched = num_tokens * num_rows * shape.head_dim * shape.element_bytes
+    memory = _memory(window), _memory(compressed)
+    touched = num_tokens * num_rows * num_bytes_of(memory[0][0, 0])
     return Work(
         "sparse_attention",
-        label,
+        _labelled(label, form),
         lambda: sparse_attention(queries, sources, sinks, scale, turns),
         expected,
         tolerance=rounding(shape),
-        num_bytes=min(touched, num_bytes_of(window, compressed)) + 2 * num_bytes_of(queries),
+        num_bytes=min(touched, num_bytes_of(*memory)) + 2 * num_bytes_of(queries),
         flops=4 * num_tokens * shape.num_heads * num_rows * shape.head_dim,
         sample=sample,
     )
+
+
+def _labelled(label: str, form: str | None) -> str:
+    return label if form is None else f"{label}, {form} rows"
 
 
 def _unrotated(x: Tensor, turns: Tensor) -> Tensor:
@@ -134,9 +172,12 @@ def _unrotated(x: Tensor, turns: Tensor) -> Tensor:
     return x
 
 
-def _scores(shape: Shape, label: str, num_requests: int, tokens_each: int) -> Work:
+def _scores(
+    shape: Shape, label: str, num_requests: int, tokens_each: int, form: str | None = None
+) -> Work:
     num_rows, num_tokens = shape.context // CSA_RATIO, num_requests * tokens_each
-    rows = _pool(num_requests * num_rows, shape.index_dim, dtype=shape.dtype)
+    pool = _pool(num_requests * num_rows, shape.index_dim, dtype=shape.dtype)
+    rows = _stored(pool, shape, form)
     slots = PAGE_ROWS + torch.arange(num_requests * num_rows).view(num_requests, num_rows)
     queries = torch.randn(num_tokens, shape.index_heads, shape.index_dim, dtype=shape.dtype)
     weights = torch.randn(num_tokens, shape.index_heads)
@@ -148,10 +189,10 @@ def _scores(shape: Shape, label: str, num_requests: int, tokens_each: int) -> Wo
         products = torch.einsum("thd,trd->thr", queries[sample].double(), keys).relu()
         return torch.einsum("thr,th->tr", products, weights[sample].double())
 
-    keys_bytes = num_requests * num_rows * num_bytes_of(rows[0, 0])
+    keys_bytes = num_requests * num_rows * num_bytes_of(_memory(rows)[0, 0])
     return Work(
         "index_scores",
-        label,
+        _labelled(label, form),
         lambda: index_scores(queries, weights, rows, slots, start),
         expected,
         tolerance=1e-5 if shape.dtype == torch.float32 else 1e-4,

@@ -7,7 +7,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from sluice.benchmarks.gpu_work import Shape, Work, num_bytes_of, rounding, spread
+from sluice.benchmarks.gpu_work import (
+    Shape,
+    Work,
+    num_bytes_of,
+    rounding,
+    row_formats,
+    spread,
+)
 from sluice.cache.row_format import RowFormat
 from sluice.kernels import codes, formats
 from sluice.kernels.hadamard import rotate_channels
@@ -22,7 +29,7 @@ EPS, STREAMS, SINKHORN_ITERS, LIMIT = 1e-6, 4, 20, 10.0
 
 
 def layer_work(shape: Shape) -> Iterator[Work]:
-    for form in _row_formats(shape):
+    for form in row_formats(shape).values():
         yield _pack(shape, form)
         yield _unpack(shape, form)
     yield _hadamard(shape)
@@ -38,13 +45,6 @@ def layer_work(shape: Shape) -> Iterator[Work]:
     yield _quantise(shape)
     yield _swiglu(shape)
     yield _draw(shape)
-
-
-def _row_formats(shape: Shape) -> Iterator[RowFormat]:
-    coded, index = shape.head_dim - shape.rope_dim, shape.index_dim
-    yield RowFormat("fp8_v4", coded, shape.rope_dim, tile=64, code="e4m3", scale="ue8m0")
-    yield RowFormat("fp8", index, 0, tile=index, code="e4m3", scale="float32")
-    yield RowFormat("fp4", index, 0, tile=32, code="e2m1", scale="ue8m0")
 
 
 def _random(*size: int, shape: Shape, scale: float = 1.0) -> Tensor:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sluice.cache.row_format import RowFormat
+
 Result = Tensor | tuple[Tensor, ...]
 
 
@@ -71,6 +73,17 @@ class Work:
     flops: int = 0
     rate: str = "bf16"
     sample: Tensor | None = None
+
+
+def row_formats(shape: Shape) -> dict[str, RowFormat]:
+    """The packed rows of the shape's pools, by name: of kv, and of index keys."""
+    coded, index = shape.head_dim - shape.rope_dim, shape.index_dim
+    forms = (
+        RowFormat("fp8_v4", coded, shape.rope_dim, tile=64, code="e4m3", scale="ue8m0"),
+        RowFormat("fp8", index, 0, tile=index, code="e4m3", scale="float32"),
+        RowFormat("fp4", index, 0, tile=32, code="e2m1", scale="ue8m0"),
+    )
+    return {form.name: form for form in forms}
 
 
 def spread(num_rows: int, most: int = 32) -> Tensor:

@@ -33,7 +33,10 @@ class InProcess:
     def __init__(self, config: SluiceConfig, runner_of: RunnerOf = Runner.around) -> None:
         self._config = config
         model = load_model(
-            config.model.path, cache_path=config.model.cache_path, dtype=config.model.dtype
+            config.model.path,
+            cache_path=config.model.cache_path,
+            dtype=config.model.dtype,
+            weights=config.model.weights,
         )
         tag = uuid.uuid4().hex[:8]
 

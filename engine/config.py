@@ -40,7 +40,9 @@ class ModelConfig(Section):
     name: str = ""  # name in the API; default: the folder's name
     cache_path: Literal["auto", "hybrid", "native"] = "auto"  # pools; auto: hybrid where there are
     dtype: Literal["float32", "bfloat16"] = "float32"  # weights and activations
+    weights: Literal["stored", "dequantized"] = "stored"  # FP8 and FP4 ones: codes, or in dtype
     max_model_len: int | None = Field(None, gt=0)  # tokens; default: what the checkpoint allows
+    v4_release: Literal["auto", "original", "v0731"] = "auto"  # whose reasoning efforts are written
 
     @property
     def served_name(self) -> str:

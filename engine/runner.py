@@ -88,6 +88,7 @@ class Runner:
             config.model.path,
             cache_path=config.model.cache_path,
             dtype=config.model.dtype,
+            weights=config.model.weights,
             device=section.device,
         )
         return cls.around(model, config, role)

@@ -11,9 +11,11 @@ import triton.language as tl
 from torch import Tensor
 
 from sluice.kernels.aot import Case
+from sluice.kernels.formats import read_rows
 from sluice.kernels.launch import block_size, dot, runs_triton
+from sluice.kernels.packed_rows import FP8_V4, LoadForm, PackedRows, RowLayout, Rows, load_rows
 from sluice.kernels.rope import rotate_
-from sluice.kernels.rows import gather_rows, row_offsets
+from sluice.kernels.rows import row_offsets
 from sluice.kernels.splits import (
     LOG2_E,
     LOWEST,
@@ -29,8 +31,9 @@ MIN_SPLIT_ROWS = 128
 # By bytes of an element; 64 heads are what one instruction of a Hopper tensor core takes.
 MAX_BLOCK_HEADS = {2: 64, 4: 16}
 BLOCK_ROWS = {2: 32, 4: 16}
+PACKED_BLOCK_ROWS = 16
 
-Source = tuple[Tensor, Tensor]
+Source = tuple[Rows, Tensor]
 
 
 def sparse_attention(
@@ -39,9 +42,10 @@ def sparse_attention(
     """Attention of each query over the rows listed for it: [num_tokens, num_heads, dim].
 
     queries: [num_tokens, num_heads, dim].
-    sources: one or two pairs of a pool's layer view [num_pages, rows_per_page, dim] and the slots
-        [num_tokens, num_rows] that each query attends to there; -1 = none. Every query needs at
-        least one row in all. Heads share the rows, which are key and value both.
+    sources: one or two pairs of a pool's layer view [num_pages, rows_per_page, dim], or of its
+        packed rows, and the slots [num_tokens, num_rows] that each query attends to there; -1 =
+        none. Every query needs at least one row in all. Heads share the rows, which are key and
+        value both.
     sinks: [num_heads] fp32, a logit that takes weight from the rows and adds nothing.
     rotation: [num_tokens, rope_dim // 2] complex64 of the queries' positions. As K = V the output
         carries the keys' rotation in its last channels: it is undone by this one's inverse.
@@ -68,7 +72,7 @@ def sparse_attention_reference(
 
 def _attend(queries: Tensor, sources: Sequence[Source], sinks: Tensor, scale: float) -> Tensor:
     scaled = queries.float() * scale
-    gathered = [gather_rows(rows, slots).float() for rows, slots in sources]
+    gathered = [read_rows(rows, slots, torch.float32) for rows, slots in sources]
     products = [torch.bmm(scaled, rows.transpose(1, 2)) for rows in gathered]
     sink = sinks.view(1, -1, 1).expand(len(queries), -1, 1)
     scores = torch.cat([*products, sink], dim=2)  # [num_tokens, num_heads, num_rows + 1]
@@ -85,9 +89,10 @@ def _launch(
     queries: Tensor, sources: Sequence[Source], sinks: Tensor, scale: float, rotation: Tensor
 ) -> Tensor:
     num_tokens, num_heads, dim = queries.shape
-    first, *others = sources
-    second = _in_dtype_of(first[0], *others[0]) if others else (first[0], first[1][:, :0])
-    counts = [slots.shape[1] for _, slots in (first, second)]
+    sources = _alike(sources, queries.dtype)
+    first, second = RowLayout.of(sources[0][0]), RowLayout.of(sources[-1][0])
+    tables = sources[0][1], sources[-1][1] if len(sources) > 1 else sources[0][1][:, :0]
+    counts = [slots.shape[1] for slots in tables]
     block_heads = block_size(num_heads, low=16, high=MAX_BLOCK_HEADS[queries.element_size()])
     head_blocks = triton.cdiv(num_heads, block_heads)
     splits = num_splits(queries, num_tokens * head_blocks, sum(counts), MIN_SPLIT_ROWS)
@@ -101,8 +106,10 @@ def _launch(
     if num_tokens:
         _sparse_attention[(num_tokens, head_blocks, splits)](
             queries.contiguous(),
-            *first,
-            *second,
+            first.rows,
+            tables[0],
+            second.rows,
+            tables[1],
             sinks,
             turns,
             result,
@@ -112,15 +119,16 @@ def _launch(
             num_heads,
             *counts,
             triton.cdiv(sum(counts), splits),
-            first[0].shape[1],
-            second[0].shape[1],
-            *first[0].stride()[:2],
-            *second[0].stride()[:2],
+            first.page_rows,
+            second.page_rows,
+            *first.strides,
+            *second.strides,
             DIM=dim,
             ROPE_DIM=2 * rotation.shape[1],
             BLOCK_DIM=block_size(dim, low=16, high=1 << 30),
             BLOCK_HEADS=block_heads,
-            BLOCK_ROWS=BLOCK_ROWS[queries.element_size()],
+            BLOCK_ROWS=_block_rows(queries, first.form),
+            FORM=first.form,
             **_SHAPE,
         )
     if sums is not None and peaks is not None:
@@ -128,15 +136,29 @@ def _launch(
     return result
 
 
-def _in_dtype_of(like: Tensor, rows: Tensor, slots: Tensor) -> Source:
-    """A source as it is, or its rows copied one after another, a query's rows a page of them.
+def _block_rows(queries: Tensor, form: LoadForm | None) -> int:
+    """Rows at a time: while packed ones are unpacked, no more fit into a Hopper's registers."""
+    return BLOCK_ROWS[queries.element_size()] if form is None else PACKED_BLOCK_ROWS
 
-    The kernel's loop takes one dtype, and pools may be stored in several.
+
+def _alike(sources: Sequence[Source], dtype: torch.dtype) -> Sequence[Source]:
+    """Sources as they are if rows are in one dtype or one packed format, else in one dtype.
+
+    The kernel's loop reads one kind of row, and pools may be stored in several.
     """
-    if rows.dtype == like.dtype:
+    plain = [rows.dtype for rows, _ in sources if isinstance(rows, Tensor)]
+    packed = {rows.form for rows, _ in sources if isinstance(rows, PackedRows)}
+    if len({*plain, *packed}) == 1:
+        return sources
+    return [_in_dtype(plain[0] if plain else dtype, rows, slots) for rows, slots in sources]
+
+
+def _in_dtype(dtype: torch.dtype, rows: Rows, slots: Tensor) -> Source:
+    """A source as it is, or its rows copied one after another, a query's rows a page of them."""
+    if isinstance(rows, Tensor) and rows.dtype == dtype:
         return rows, slots
     place = torch.arange(slots.numel(), device=slots.device).view_as(slots)
-    return gather_rows(rows, slots).to(like.dtype), torch.where(slots >= 0, place, -1)
+    return read_rows(rows, slots, dtype), torch.where(slots >= 0, place, -1)
 
 
 @triton.jit
@@ -167,13 +189,15 @@ def _sparse_attention(
     BLOCK_DIM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
+    FORM: tl.constexpr,
 ) -> None:
     """BLOCK_HEADS heads of one query over one range of its rows: program (query, heads, split).
 
     queries, result: [num_tokens, num_heads, DIM]; first_slots: [num_tokens, num_first] int64,
     second_slots: [num_tokens, num_second]; all contiguous. A range is `split_rows` places
-    of both lists in a row. Slots of -1 are not read. Writes `result`, finished; or, where there are
-    several ranges, `sums` and `peaks` as `combine_splits` takes them.
+    of both lists in a row. Slots of -1 are not read. Rows of both are as FORM says: `load_rows`.
+    Writes `result`, finished; or, where there are several ranges, `sums` and `peaks` as
+    `combine_splits` takes them.
     """
     token, split = tl.program_id(0).to(tl.int64), tl.program_id(2)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
@@ -203,11 +227,7 @@ def _sparse_attention(
             place = start + tl.arange(0, BLOCK_ROWS)
             slot = tl.load(slots + place, mask=place < high, other=-1)
             at = row_offsets(slot, page_stride, row_stride, page_rows)
-            there = (slot >= 0)[:, None]
-            if DIM < BLOCK_DIM:
-                there = there & (channel < DIM)[None, :]
-            row = tl.load(rows + at[:, None] + channel[None, :], mask=there, other=0.0)
-            row = row.to(query.dtype)
+            row = load_rows(rows, at, slot >= 0, DIM, BLOCK_DIM, FORM).to(query.dtype)
             scores = dot(query, tl.trans(row), tl.zeros([BLOCK_HEADS, BLOCK_ROWS], tl.float32))
             scores = tl.where((slot >= 0)[None, :], scores * scale, float("-inf"))
             weights, peak, total, kept = weigh(scores, peak, total)
@@ -258,12 +278,30 @@ _SIGNATURE = {
     **dict.fromkeys(("first_page_rows", "second_page_rows"), "i32"),
     **{f"{s}_{u}_stride": "i64:16" for s in ("first", "second") for u in ("page", "row")},
 }
+_SPLIT = _SIGNATURE | {"sums": "*fp32:16", "peaks": "*fp32:16"}
+_PACKED = {f"{s}_rows": "*u8:16" for s in ("first", "second")}
+_PACKED |= {f"{s}_{u}_stride": "i64" for s in ("first", "second") for u in ("page", "row")}
+_FP8_ROWS = _FLASH | {"FORM": FP8_V4, "BLOCK_ROWS": PACKED_BLOCK_ROWS}
 AOT = (
     Case(
         _sparse_attention,
         "V4-Flash decode, CSA layer",
-        _SIGNATURE | {"sums": "*fp32:16", "peaks": "*fp32:16"},
+        _SPLIT,
         _FLASH,
+        **_SHAPE,
+    ),
+    Case(
+        _sparse_attention,
+        "V4-Flash decode, CSA layer, fp8_v4 rows",
+        _SPLIT | _PACKED,
+        _FP8_ROWS,
+        **_SHAPE,
+    ),
+    Case(
+        _sparse_attention,
+        "V4-Flash decode of many requests, fp8_v4 rows",
+        _SIGNATURE | _PACKED,
+        _FP8_ROWS,
         **_SHAPE,
     ),
     Case(

@@ -7,7 +7,7 @@ released models' simulation of their quantisation: there is no other code for th
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,41 +17,22 @@ from torch import Tensor
 
 from sluice.kernels import codes
 from sluice.kernels.aot import Case
-from sluice.kernels.codes import (
-    bf16_bits,
-    e2m1_code,
-    e2m1_value,
-    e4m3_code,
-    e4m3_value,
-    tile_exponent,
-    tile_power,
-    ue8m0_scale,
-)
+from sluice.kernels.codes import bf16_bits, e2m1_code, e4m3_code, tile_exponent, tile_power
 from sluice.kernels.launch import runs_triton
+from sluice.kernels.packed_rows import (
+    FP4_INDEX,
+    FP8_INDEX,
+    FP8_V4,
+    LoadForm,
+    PackedRows,
+    RowFormat,
+    RowLayout,
+    Rows,
+    load_rows,
+)
 from sluice.kernels.rows import gather_rows, row_offsets, write_rows
 
-
-class RowFormat(Protocol):
-    """What must be known of a packed row: see cache/row_format.py. Offsets are bytes."""
-
-    @property
-    def num_coded(self) -> int: ...
-    @property
-    def num_plain(self) -> int: ...
-    @property
-    def tile(self) -> int: ...
-    @property
-    def num_tiles(self) -> int: ...
-    @property
-    def code(self) -> str: ...
-    @property
-    def scale(self) -> str: ...
-    @property
-    def plain_offset(self) -> int: ...
-    @property
-    def scale_offset(self) -> int: ...
-    @property
-    def row_bytes(self) -> int: ...
+UNPACK_ROWS = 8  # of a program: 4 KB of codes in flight
 
 
 def write_packed(rows: Tensor, slots: Tensor, values: Tensor, form: RowFormat) -> None:
@@ -70,6 +51,13 @@ def gather_packed(rows: Tensor, slots: Tensor, form: RowFormat, dtype: torch.dty
     if runs_triton(rows):
         return _launch_unpack(rows, slots, form, dtype)
     return unpack_reference(gather_rows(rows, slots), form, dtype)
+
+
+def read_rows(rows: Rows, slots: Tensor, dtype: torch.dtype) -> Tensor:
+    """Vectors at `slots`, packed or not: [*slots.shape, dim] of `dtype`; zeros where slot is -1."""
+    if isinstance(rows, PackedRows):
+        return gather_packed(rows.rows, slots, rows.form, dtype)
+    return gather_rows(rows, slots).to(dtype)
 
 
 def pack(x: Tensor, form: RowFormat) -> Tensor:
@@ -141,30 +129,37 @@ def _scales(packed: Tensor, form: RowFormat) -> Tensor:
 def _launch_pack(rows: Tensor, slots: Tensor | None, values: Tensor, form: RowFormat) -> None:
     if len(values):
         _pack_rows[(len(values),)](
-            values.contiguous(), slots, rows, *_strides(rows), **_layout(form, rows), num_warps=1
+            values.contiguous(),
+            slots,
+            rows,
+            *rows.stride()[:2],
+            **_constants(form),
+            PAGE_ROWS=rows.shape[1],
+            num_warps=1,
         )
 
 
 def _launch_unpack(
     rows: Tensor, slots: Tensor | None, form: RowFormat, dtype: torch.dtype
 ) -> Tensor:
-    shape = rows.shape[:1] if slots is None else slots.shape
-    result = rows.new_empty(*shape, form.num_coded + form.num_plain, dtype=dtype)
+    shape, dim = rows.shape[:1] if slots is None else slots.shape, form.num_coded + form.num_plain
+    result = rows.new_empty(*shape, dim, dtype=dtype)
     if result.numel():
         slots = slots if slots is None else slots.reshape(-1)
-        grid = (shape.numel(),)
-        _unpack_rows[grid](rows, slots, result, *_strides(rows), **_layout(form, rows), num_warps=1)
+        layout, num_rows = RowLayout.of(PackedRows(rows, form)), shape.numel()
+        _unpack_rows[(triton.cdiv(num_rows, UNPACK_ROWS),)](
+            layout.rows,
+            slots,
+            result,
+            num_rows,
+            layout.page_rows,
+            *layout.strides,
+            DIM=dim,
+            BLOCK_DIM=triton.next_power_of_2(dim),
+            BLOCK_ROWS=UNPACK_ROWS,
+            FORM=layout.form,
+        )
     return result
-
-
-def _strides(rows: Tensor) -> tuple[int, int]:
-    """Bytes between pages, and between rows of a page."""
-    return rows.stride(0), rows.stride(1)
-
-
-def _layout(form: RowFormat, rows: Tensor) -> dict[str, Any]:
-    """Constants of a format, for the kernels."""
-    return _constants(form) | {"PAGE_ROWS": rows.shape[1]}
 
 
 def _constants(form: RowFormat) -> dict[str, Any]:
@@ -260,60 +255,33 @@ def _unpack_rows(
     rows: tl.tensor,
     slots: tl.tensor,
     result: tl.tensor,
+    num_rows: tl.tensor,
+    page_rows: tl.tensor,
     page_stride: tl.tensor,
     row_stride: tl.tensor,
-    NUM_CODED: tl.constexpr,
-    NUM_PLAIN: tl.constexpr,
-    TILE: tl.constexpr,
-    NUM_TILES: tl.constexpr,
-    PLAIN_OFFSET: tl.constexpr,
-    SCALE_OFFSET: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    FP4: tl.constexpr,
-    FP32_SCALE: tl.constexpr,
-    TILES: tl.constexpr,
-    PLAIN: tl.constexpr,
-    PAGE_ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    FORM: tl.constexpr,
 ) -> None:
-    """Program i unpacks slot `slots[i]` of rows, or row i, into row i of result [n, dim].
+    """Program i unpacks BLOCK_ROWS slots of `slots` [num_rows] into result [num_rows, DIM].
 
-    rows, slots: as in `_pack_rows`. Nothing is read at slot -1, which gives zeros.
+    Without slots rows are taken in turn. Strides are in units of FORM: see `load_rows`. Nothing is
+    read at slot -1, which gives zeros.
     """
-    index = tl.program_id(0).to(tl.int64)
+    index = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    real = index < num_rows
     slot = index
     if slots is not None:
-        slot = tl.load(slots + index)
-    row = rows + row_offsets(slot, page_stride, row_stride, PAGE_ROWS)
-    vector = result + index * (NUM_CODED + NUM_PLAIN)
-    dtype = result.dtype.element_ty
-
-    tile = tl.arange(0, TILES)
-    num_scales = tl.where(slot >= 0, NUM_TILES, 0)
-    if FP32_SCALE:
-        wide = (row + SCALE_OFFSET).to(tl.pointer_type(tl.float32), bitcast=True)
-        scale = tl.load(wide + tile, mask=tile < num_scales, other=0)[:, None]
-    else:
-        scale = tl.load(row + SCALE_OFFSET + tile, mask=tile < num_scales, other=0)
-        scale = ue8m0_scale(scale)[:, None]
-
-    end = tl.where(slot >= 0, NUM_CODED, 0)  # of the channels to read
-    if FP4:
-        low = tile[:, None] * TILE + 2 * tl.arange(0, TILE // 2)[None, :]
-        code = tl.load(row + low // 2, mask=low < end, other=0).to(tl.int32)
-        tl.store(vector + low, (e2m1_value(code & 15) * scale).to(dtype), mask=low < NUM_CODED)
-        odd = e2m1_value(code >> 4) * scale
-        tl.store(vector + low + 1, odd.to(dtype), mask=low < NUM_CODED)
-    else:
-        channel = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
-        code = tl.load(row + channel, mask=channel < end, other=0)
-        tl.store(vector + channel, (e4m3_value(code) * scale).to(dtype), mask=channel < NUM_CODED)
-
-    if NUM_PLAIN > 0:
-        channel = tl.arange(0, PLAIN)
-        words = (row + PLAIN_OFFSET).to(tl.pointer_type(tl.bfloat16), bitcast=True)
-        num_plain = tl.where(slot >= 0, NUM_PLAIN, 0)
-        x = tl.load(words + channel, mask=channel < num_plain, other=0)
-        tl.store(vector + NUM_CODED + channel, x.to(dtype), mask=channel < NUM_PLAIN)
+        slot = tl.load(slots + index, mask=real, other=-1)
+    at = row_offsets(slot, page_stride, row_stride, page_rows)
+    values = load_rows(rows, at, real & (slot >= 0), DIM, BLOCK_DIM, FORM)
+    channel = tl.arange(0, BLOCK_DIM)
+    tl.store(
+        result + index[:, None] * DIM + channel[None, :],
+        values.to(result.dtype.element_ty),
+        mask=real[:, None] & (channel < DIM)[None, :],
+    )
 
 
 # The released models' shapes: kv rows, and index keys in either format.
@@ -327,12 +295,28 @@ _FP4 = {"NUM_CODED": 128, "NUM_PLAIN": 0, "TILE": 32, "NUM_TILES": 4, "PLAIN_OFF
 _FP4 |= {"SCALE_OFFSET": 64, "ROW_BYTES": 68, "FP4": True, "FP32_SCALE": False}
 _FP4 |= {"TILES": 4, "PLAIN": 1, "PAGE_ROWS": 64}
 _STRIDES = {"page_stride": "i64", "row_stride": "i32"}
-AOT = tuple(
+_UNPACK = {"rows": "*u8:16", "slots": "*i64:16", "result": "*bf16:16"}
+_UNPACK |= {"num_rows": "i32", "page_rows": "i32", "page_stride": "i64", "row_stride": "i32"}
+
+
+def _unpack_constants(form: LoadForm, dim: int) -> dict[str, Any]:
+    return {"DIM": dim, "BLOCK_DIM": dim, "BLOCK_ROWS": UNPACK_ROWS, "FORM": form}
+
+
+AOT = (
     # Of packing to fp4, ptxas sets 8 bytes of stack aside that no instruction touches.
-    Case(kernel, label, signature | _STRIDES, constants, num_warps=1, may_spill=label == "fp4")
-    for label, constants in (("fp8_v4", _FP8_V4), ("fp8", _FP8), ("fp4", _FP4))
-    for kernel, signature in (
-        (_pack_rows, {"values": "*bf16:16", "slots": "*i64:16", "rows": "*u8:16"}),
-        (_unpack_rows, {"rows": "*u8:16", "slots": "*i64:16", "result": "*bf16:16"}),
-    )
+    *(
+        Case(
+            _pack_rows,
+            label,
+            {"values": "*bf16:16", "slots": "*i64:16", "rows": "*u8:16"} | _STRIDES,
+            constants,
+            num_warps=1,
+            may_spill=label == "fp4",
+        )
+        for label, constants in (("fp8_v4", _FP8_V4), ("fp8", _FP8), ("fp4", _FP4))
+    ),
+    Case(_unpack_rows, "fp8_v4", _UNPACK, _unpack_constants(FP8_V4, 512)),
+    Case(_unpack_rows, "fp8", _UNPACK, _unpack_constants(FP8_INDEX, 128)),
+    Case(_unpack_rows, "fp4", _UNPACK, _unpack_constants(FP4_INDEX, 128)),
 )

@@ -10,8 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 from sluice.kernels.aot import Case
+from sluice.kernels.formats import read_rows
 from sluice.kernels.launch import block_size, dot, runs_triton
-from sluice.kernels.rows import gather_rows, row_offsets
+from sluice.kernels.packed_rows import FP4_INDEX, FP8_INDEX, RowLayout, Rows, load_rows
+from sluice.kernels.rows import row_offsets
 
 MAX_SCORE_ELEMENTS = 1 << 22  # of [queries, heads, rows] at a time: 16 MB, near the last cache
 BLOCK_ROWS = {2: 128, 4: 64}  # of keys, by bytes of an element
@@ -19,12 +21,12 @@ TILE_TOKENS = 16  # of a prompt that use a block of keys once it is loaded
 
 
 def index_scores(
-    queries: Tensor, weights: Tensor, rows: Tensor, slots: Tensor, query_start: Tensor
+    queries: Tensor, weights: Tensor, rows: Rows, slots: Tensor, query_start: Tensor
 ) -> Tensor:
     """`sum_h weights_h * relu(query_h . row)` for each token and row: fp32 [num_tokens, num_rows].
 
     queries: [num_tokens, num_heads, dim]; weights: [num_tokens, num_heads] fp32, scale included.
-    rows: pool's layer view [num_pages, rows_per_page, dim].
+    rows: pool's layer view [num_pages, rows_per_page, dim], or of its packed rows.
     slots: [num_requests, num_rows] of each request's rows in order; scores of rows that are -1 or
         that a query may not see mean nothing: `causal_topk` masks them.
     query_start: [num_requests + 1], the tokens of each request.
@@ -34,10 +36,10 @@ def index_scores(
 
 
 def index_scores_reference(
-    queries: Tensor, weights: Tensor, rows: Tensor, slots: Tensor, query_start: Tensor
+    queries: Tensor, weights: Tensor, rows: Rows, slots: Tensor, query_start: Tensor
 ) -> Tensor:
     """`index_scores` in torch, over as many queries at a time as bound the memory."""
-    keys = gather_rows(rows, slots).float()  # [num_requests, num_rows, dim]
+    keys = read_rows(rows, slots, torch.float32)  # [num_requests, num_rows, dim]
     queries = queries.float()
     if queries.shape[0] == slots.shape[0]:  # one token a request, so one batched product
         return _weighted(torch.bmm(queries, keys.transpose(1, 2)), weights)
@@ -57,32 +59,34 @@ def _weighted(products: Tensor, weights: Tensor) -> Tensor:
 
 
 def _index_scores(
-    queries: Tensor, weights: Tensor, rows: Tensor, slots: Tensor, query_start: Tensor
+    queries: Tensor, weights: Tensor, rows: Rows, slots: Tensor, query_start: Tensor
 ) -> Tensor:
     (num_tokens, num_heads, dim), (num_requests, num_rows) = queries.shape, slots.shape
     scores = queries.new_empty(num_tokens, num_rows, dtype=torch.float32)
     tile_tokens = 1 if num_tokens == num_requests else TILE_TOKENS
     block_rows = BLOCK_ROWS[queries.element_size()]
+    layout = RowLayout.of(rows)
     grid = (triton.cdiv(num_rows, block_rows), triton.cdiv(num_tokens, tile_tokens))
     if scores.numel():
         _score_rows[grid](
             queries.contiguous(),
             weights.contiguous(),
-            rows,
+            layout.rows,
             slots.contiguous(),
             query_start,
             scores,
             num_tokens,
             num_requests,
             num_rows,
-            rows.shape[1],
-            *rows.stride()[:2],
+            layout.page_rows,
+            *layout.strides,
             NUM_HEADS=num_heads,
             DIM=dim,
             BLOCK_HEADS=block_size(num_heads, low=16, high=1 << 30),
             BLOCK_DIM=block_size(dim, low=16, high=1 << 30),
             BLOCK_ROWS=block_rows,
             TILE_TOKENS=tile_tokens,
+            FORM=layout.form,
             **_SCORE,
         )
     return scores
@@ -120,6 +124,7 @@ def _score_rows(
     BLOCK_DIM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
+    FORM: tl.constexpr,
 ) -> None:
     """BLOCK_ROWS rows for TILE_TOKENS tokens: program (rows, tokens), a request at a time.
 
@@ -138,9 +143,8 @@ def _score_rows(
     end = _request_of(query_start, num_requests, last - 1) + 1
     for request in range(begin, end):
         slot = tl.load(slots + request * num_rows + place, place < num_rows, other=-1)
-        at = rows + row_offsets(slot, page_stride, row_stride, page_rows)
-        there = (slot >= 0)[:, None] & (channel < DIM)[None, :]
-        key = tl.load(at[:, None] + channel[None, :], mask=there, other=0.0)
+        at = row_offsets(slot, page_stride, row_stride, page_rows)
+        key = load_rows(rows, at, slot >= 0, DIM, BLOCK_DIM, FORM)
         stop = tl.minimum(tl.load(query_start + request + 1).to(tl.int32), last)
         stop = tl.where(tl.max(slot, 0) >= 0, stop, first)
         start = tl.maximum(tl.load(query_start + request).to(tl.int32), first)
@@ -169,19 +173,21 @@ _SCORE_SIGNATURE = {
     "row_stride": "i64:16",
 }
 _FLASH = {"NUM_HEADS": 64, "DIM": 128, "BLOCK_HEADS": 64, "BLOCK_DIM": 128, "BLOCK_ROWS": 128}
-AOT = (
+_PACKED = _SCORE_SIGNATURE | {"rows": "*u8:16", "page_stride": "i64", "row_stride": "i64"}
+AOT = tuple(
     Case(
         _score_rows,
-        "V4-Flash decode",
-        _SCORE_SIGNATURE,
-        _FLASH | {"TILE_TOKENS": 1},
+        f"V4-Flash {label}",
+        signature,
+        _FLASH | {"TILE_TOKENS": tile_tokens, "FORM": form},
         **_SCORE,
-    ),
-    Case(
-        _score_rows,
-        "V4-Flash prefill",
-        _SCORE_SIGNATURE,
-        _FLASH | {"TILE_TOKENS": TILE_TOKENS},
-        **_SCORE,
-    ),
+        # ptxas reports no spill, but sets 8 bytes of stack aside that no instruction touches.
+        may_spill=form is FP4_INDEX,
+    )
+    for label, signature, tile_tokens, form in (
+        ("decode", _SCORE_SIGNATURE, 1, None),
+        ("decode, fp8 rows", _PACKED, 1, FP8_INDEX),
+        ("decode, fp4 rows", _PACKED, 1, FP4_INDEX),
+        ("prefill", _SCORE_SIGNATURE, TILE_TOKENS, None),
+    )
 )

@@ -51,8 +51,10 @@ class BlockScaled:
         return len(self.codes)
 
     @property
-    def out(self) -> int:
-        return self.codes.shape[-2]
+    def shape(self) -> torch.Size:
+        """[..., out, in], as a plain weight's would be."""
+        *others, channels = self.codes.shape
+        return torch.Size([*others, channels * (2 if self.kind == FP4 else 1)])
 
     def plain(self) -> Tensor:
         """The weight in fp32, [..., out, in]."""
@@ -74,7 +76,7 @@ def linear(x: Tensor, weight: Weight) -> Tensor:
     """
     if isinstance(weight, Tensor) or not runs_triton(x):
         return linear_reference(x, weight)
-    result = x.new_empty(len(x), _out(weight))
+    result = x.new_empty(len(x), weight.shape[-2])
     return _launch(x, None, weight, _Tiles.of_one(x), result) if len(x) else result
 
 
@@ -89,7 +91,7 @@ def grouped_linear(x: Tensor, weight: Weight, counts: Tensor, rows: Tensor | Non
     if not runs_triton(x):
         return grouped_linear_reference(x, weight, counts, rows)
     n = len(x) if rows is None else len(rows)
-    result = x.new_empty(n, _out(weight))
+    result = x.new_empty(n, weight.shape[-2])
     return _launch(x, rows, weight, _Tiles.of(counts, n), result) if n else result
 
 
@@ -125,7 +127,7 @@ def grouped_linear_reference(
     sorted_x = x if rows is None else x[rows]
     groups = sorted_x.split(counts.tolist())
     parts = [linear_reference(group, weight[e]) for e, group in enumerate(groups) if len(group)]
-    return torch.cat(parts) if parts else sorted_x.new_empty(0, _out(weight))
+    return torch.cat(parts) if parts else sorted_x.new_empty(0, weight.shape[-2])
 
 
 def quantise_reference(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,10 +137,6 @@ def quantise_reference(x: Tensor) -> tuple[Tensor, Tensor]:
     exponent = codes.scale_exponent(tiles.abs().amax(-1), "e4m3")
     rounded = codes.encode_e4m3(tiles * codes.power_of_two(-exponent).unsqueeze(-1))
     return rounded.flatten(1)[:, :channels].contiguous(), codes.power_of_two(exponent)
-
-
-def _out(weight: Weight) -> int:
-    return weight.shape[-2] if isinstance(weight, Tensor) else weight.out
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,8 @@
     transformers'        model.layers.0.self_attn.kv_proj.weight     experts in one tensor
     save_pretrained's    model.layers.0.attn.wkv.weight              attn.norm for attn.kv_norm
 
+Scales of quantised weights are `.scale` officially, `.weight_scale_inv` in transformers.
+
 Tensors of MTP layers (`mtp.*`) are left out: they draft, and the model's own output does not
 depend on them.
 """
@@ -19,7 +21,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sluice.engine.protocol import ConfigError
+from sluice.kernels.matmul import Weight
 from sluice.model.config import read_json
+from sluice.model.quantised import join_scales
 
 # Applied in this order to a name without its `model.` prefix.
 _RENAMES = [
@@ -48,6 +52,7 @@ _RENAMES = [
         (r"\.shared_experts\.gate_proj\.", ".shared_experts.w1."),
         (r"\.shared_experts\.up_proj\.", ".shared_experts.w3."),
         (r"\.shared_experts\.down_proj\.", ".shared_experts.w2."),
+        (r"\.weight_scale_inv$", ".scale"),
     )
 ]
 _MAX_LISTED = 5  # names in an error message
@@ -74,27 +79,30 @@ def official_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _split_experts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """transformers' gate_up_proj [E, 2 * width, hidden] and down_proj as each expert's matrices."""
+    """transformers' gate_up_proj [E, 2 * width, hidden] and down_proj as each expert's matrices.
+
+    Their scales, of as many dimensions, are split in the same way.
+    """
     stem, _, leaf = name.rpartition(".")
+    part = "scale" if leaf.endswith("_scale_inv") else "weight"
+    leaf = leaf.removesuffix("_scale_inv")
     if leaf not in ("gate_up_proj", "down_proj"):
         yield name, tensor
         return
     for expert, matrix in enumerate(tensor):
         if leaf == "down_proj":
-            yield f"{stem}.{expert}.w2.weight", matrix
+            yield f"{stem}.{expert}.w2.{part}", matrix
         else:
-            yield f"{stem}.{expert}.w1.weight", matrix[: matrix.shape[0] // 2]
-            yield f"{stem}.{expert}.w3.weight", matrix[matrix.shape[0] // 2 :]
+            yield f"{stem}.{expert}.w1.{part}", matrix[: matrix.shape[0] // 2]
+            yield f"{stem}.{expert}.w3.{part}", matrix[matrix.shape[0] // 2 :]
 
 
-def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint folder under official names, on the CPU as stored.
+def read_weights(folder: Path) -> dict[str, Weight]:
+    """All weights of a checkpoint folder under official names, on the CPU as stored.
 
-    Raises ConfigError if files are missing or unreadable, or hold quantised weights.
+    Raises ConfigError if files are missing or unreadable, or codes and scales do not fit.
     """
-    tensors = official_tensors(stored_tensors(folder))
-    refuse_quantised(tensors, str(folder))
-    return tensors
+    return join_scales(official_tensors(stored_tensors(folder)), str(folder))
 
 
 def stored_tensors(folder: Path) -> dict[str, Tensor]:
@@ -118,12 +126,13 @@ def refuse_quantised(tensors: Mapping[str, Tensor], source: str) -> None:
         if name.endswith((".scale", "_scale_inv")) or tensor.element_size() < 2:
             raise ConfigError(
                 f"{source}: {name} ({tensor.dtype}) belongs to quantised weights, expected "
-                "bfloat16 or float32; convert the checkpoint to bfloat16 first"
+                "bfloat16 or float32, as only DeepSeek-V4 is read quantised; convert the "
+                "checkpoint to bfloat16 first"
             )
 
 
 def check_tensors(
-    tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], source: str
+    tensors: Mapping[str, Weight], shapes: Mapping[str, tuple[int, ...]], source: str
 ) -> None:
     """Raise ConfigError naming tensors that are missing, unexpected or of another shape."""
     for problem, names in (

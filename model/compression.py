@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sluice.kernels.indexer import index_scores
+from sluice.kernels.matmul import linear
 from sluice.kernels.norm import norm_and_rotate
 from sluice.kernels.rope import rotate_
 from sluice.kernels.topk import causal_topk
@@ -53,7 +54,7 @@ def _choose(x: Tensor, latent: Tensor, weights: IndexerWeights, at: LayerStep) -
     """Numbers of the compressed rows each token attends to: [T, at most index_topk], -1 = none."""
     assert at.step.csa, "only CSA layers have an indexer"
     heads, dim = at.config.index_num_heads, at.config.index_head_dim
-    queries = F.linear(latent, weights.wq_b).unflatten(1, (heads, dim))
+    queries = linear(latent, weights.wq_b).unflatten(1, (heads, dim))
     queries = at.matched(rotate_(queries, at.rotation), C4_INDEX_K)
     head_weights = F.linear(x.float(), weights.weights_proj) * (dim**-0.5 * heads**-0.5)
     scores = index_scores(

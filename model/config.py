@@ -139,6 +139,8 @@ def parse_config(data: Mapping[str, Any], source: str = "config.json") -> Deepse
     """A config.json's content, either dialect. Raises ConfigError naming the field."""
     fields = Fields(data, source)
     fields.refuse_other_than(_SUPPORTED)
+    quantization = Fields(fields.get("quantization_config", {}), f"{source}: quantization_config")
+    quantization.refuse_other_than(_QUANTISED)
     layer_types, csa_ratio, hca_ratio = _layers(fields)
     eos = fields.get("eos_token_id", 1)
     return DeepseekV4Config(
@@ -185,6 +187,13 @@ _SUPPORTED: dict[str, Any] = {  # other values would need another forward pass
     "attention_bias": False,
     "mlp_bias": False,
     "tie_word_embeddings": False,
+}
+_QUANTISED: dict[str, Any] = {  # of FP8 weights; whether experts are FP4 the tensors say
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "scale_fmt": "ue8m0",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
 }
 
 

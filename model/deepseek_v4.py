@@ -10,11 +10,12 @@ from torch import Tensor
 
 from sluice.cache.spec import PoolSpec
 from sluice.kernels.hyper_connections import collapse_head, mix_in, mix_out
+from sluice.kernels.matmul import BlockScaled
 from sluice.kernels.moe import mlp, route, routed_experts, router_scores
 from sluice.kernels.norm import rms_norm
 from sluice.kernels.rope import inverse_frequencies, yarn_inverse_frequencies
 from sluice.model.attention import attention
-from sluice.model.checkpoint import check_tensors, fingerprint, read_tensors
+from sluice.model.checkpoint import check_tensors, fingerprint, read_weights
 from sluice.model.config import DeepseekV4Config
 from sluice.model.inputs import ForwardInputs
 from sluice.model.inventory import tensor_shapes
@@ -55,13 +56,19 @@ class DeepseekV4:
         *,
         dtype: torch.dtype,
         device: str,
+        stored: bool = False,
         plan: Planner = plan_hybrid,
     ) -> DeepseekV4:
-        """Read a checkpoint. Raises ConfigError if files or tensors are not as they should be."""
-        tensors = read_tensors(folder)
-        check_tensors(tensors, tensor_shapes(config), str(folder))
-        weights = build_weights(tensors, config, dtype=dtype, device=device)
-        return cls(config, weights, specs, fingerprint(folder), plan)
+        """Read a checkpoint. Raises ConfigError if files or tensors are not as they should be.
+
+        stored: keep quantised matrices as they are stored, rounding what they are multiplied with.
+        """
+        named = read_weights(folder)
+        check_tensors(named, tensor_shapes(config), str(folder))
+        weights = build_weights(named, config, dtype=dtype, device=device, stored=stored)
+        rounds = stored and any(isinstance(weight, BlockScaled) for weight in named.values())
+        identity = fingerprint(folder) + ("-stored" if rounds else "")
+        return cls(config, weights, specs, identity, plan)
 
     @torch.inference_mode()
     def forward(self, inputs: ForwardInputs, pools: Pools, *, all_logits: bool = False) -> Tensor:

@@ -1,8 +1,7 @@
 """Rows of pools in whatever format the role keeps them: the only place that tells them apart.
 
-Kernels read plain vectors. Where a pool's rows are packed, those that a step needs are unpacked
-first: each row that is listed, or, where the lists name rows many times over as long prompts do,
-each row of the requests' pages once.
+Kernels read packed rows as they are, unpacking each as they come to it. Where the lists name rows
+many times over, as long prompts do, each row of the requests' pages is unpacked once, before.
 """
 
 from __future__ import annotations
@@ -11,12 +10,13 @@ import torch
 from torch import Tensor
 
 from sluice.cache.spec import PoolSpec
-from sluice.kernels.formats import gather_packed, pack, simulate, unpack, write_packed
+from sluice.kernels.formats import pack, simulate, unpack, write_packed
 from sluice.kernels.hadamard import rotate_channels
+from sluice.kernels.packed_rows import PackedRows, Rows
 from sluice.kernels.rows import write_rows
 from sluice.model.inputs import ForwardInputs, PoolView
 
-Source = tuple[Tensor, Tensor]  # rows [num_pages, rows_per_page, dim], and slots in them
+Source = tuple[Rows, Tensor]  # rows [num_pages, rows_per_page, *], and slots in them
 
 
 def store(pool: PoolView, layer: int, slots: Tensor, values: Tensor) -> None:
@@ -32,19 +32,18 @@ def store(pool: PoolView, layer: int, slots: Tensor, values: Tensor) -> None:
 def source(
     pool: PoolView, layer: int, slots: Tensor, inputs: ForwardInputs, dtype: torch.dtype
 ) -> Source:
-    """One layer's rows and where in them those at `slots` [n, k] are; unpacked ones are `dtype`."""
+    """One layer's rows, and where in them those at `slots` [n, k] are.
+
+    dtype: of packed rows that are unpacked now.
+    """
     form, rows = pool.spec.format, pool.layer(layer)
     if form is None:
         return rows, slots
-    if not slots.numel():
-        return rows.new_zeros(1, 1, form.dim, dtype=dtype), slots
     table = inputs.page_tables[pool.spec.table]
     if slots.numel() > table.numel() * rows.shape[1]:
         pages = table.flatten()
         return unpack(rows[pages], form, dtype), _slots_among(pages, slots, rows)
-    vectors = gather_packed(rows, slots, form, dtype)  # [n, k, dim]: as n pages of k rows
-    place = torch.arange(slots.numel(), device=slots.device).view_as(slots)
-    return vectors, torch.where(slots >= 0, place, -1)
+    return PackedRows(rows, form), slots
 
 
 def matched(queries: Tensor, pool: PoolView) -> Tensor:

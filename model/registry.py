@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from sluice.cache.spec import PoolSpec
 from sluice.engine.protocol import ConfigError
@@ -66,25 +66,31 @@ class Family:
 
     parse: (config.json's content, its name in errors, architecture) -> config.
     pools: for each cache path the pools in their default layout; `auto` takes the first.
-    load: (folder, config, specs, dtype, device) -> model; it may import torch.
+    load: (folder, config, specs, dtype, device, stored) -> model; it may import torch. `stored`:
+        whether quantised weights stay as they are.
     """
 
     parse: Callable[[Mapping[str, Any], str, str], AnyConfig]
     pools: Mapping[str, Callable[[Any, str], Specs]]
-    load: Callable[[Path, Any, Specs, dtype, str], Model]
+    load: Callable[[Path, Any, Specs, dtype, str, bool], Model]
 
 
 def _load_deepseek_v4(
-    path: Path, config: DeepseekV4Config, specs: Specs, dtype: dtype, device: str
+    path: Path, config: DeepseekV4Config, specs: Specs, dtype: dtype, device: str, stored: bool
 ) -> Model:
     from sluice.model.deepseek_v4 import DeepseekV4
     from sluice.model.native import planner_for
 
     plan = planner_for(specs, config, dtype)
-    return DeepseekV4.load(path, config, specs, dtype=dtype, device=device, plan=plan)
+    return DeepseekV4.load(
+        path, config, specs, dtype=dtype, device=device, stored=stored, plan=plan
+    )
 
 
-def _load_dense(path: Path, config: DenseConfig, specs: Specs, dtype: dtype, device: str) -> Model:
+def _load_dense(
+    path: Path, config: DenseConfig, specs: Specs, dtype: dtype, device: str, stored: bool
+) -> Model:
+    """Quantised weights are refused, so there is nothing to choose."""
     from sluice.model.dense import DenseModel
 
     return DenseModel.load(path, config, specs, dtype=dtype, device=device)
@@ -136,7 +142,12 @@ def declare_pools(
 
 
 def load_model(
-    path: Path, *, cache_path: str = "auto", dtype: str = "float32", device: str = "cpu"
+    path: Path,
+    *,
+    cache_path: str = "auto",
+    dtype: str = "float32",
+    weights: Literal["stored", "dequantized"] = "stored",
+    device: str = "cpu",
 ) -> Model:
     """Load a checkpoint folder. Raises ConfigError naming what does not fit."""
     import torch
@@ -144,7 +155,8 @@ def load_model(
     config = _read(path)
     specs = declare_pools(config, cache_path, dtype)
     specs = tuple(dataclasses.replace(spec, device=device) for spec in specs)
-    return FAMILIES[config.architecture].load(path, config, specs, getattr(torch, dtype), device)
+    load, stored = FAMILIES[config.architecture].load, weights == "stored"
+    return load(path, config, specs, getattr(torch, dtype), device, stored)
 
 
 def _read(path: Path) -> AnyConfig:

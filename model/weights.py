@@ -1,17 +1,20 @@
 """The weights of DeepSeek-V4 as the forward pass wants them: typed, fused and in its dtypes.
 
-Matrices are in the model's dtype. Norms, sinks, hyper-connections, router, compressors, the
-indexer's head weights and the output head are fp32, whatever that is.
+Matrices are in the model's dtype, or in their released codes and scales, with which the model was
+trained to be multiplied. Norms, sinks, hyper-connections, router, compressors, the indexer's head
+weights and the output head are fp32, whatever that is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from sluice.engine.protocol import ConfigError
+from sluice.kernels.matmul import BLOCK, FP8, BlockScaled, Weight
 from sluice.model.config import DeepseekV4Config, LayerType, MlpType
 
 
@@ -37,23 +40,26 @@ class CompressorWeights:
 class IndexerWeights:
     """wq_b: [heads * dim, q_lora_rank]; weights_proj: [heads, hidden] fp32."""
 
-    wq_b: Tensor
+    wq_b: Weight
     weights_proj: Tensor
     compressor: CompressorWeights
 
 
 @dataclass(frozen=True)
 class AttentionWeights:
-    """wo_a: [o_groups, o_lora_rank, heads * head_dim / o_groups]; the others as stored."""
+    """wo_a: [o_groups, o_lora_rank, heads * head_dim / o_groups]; the others as stored.
 
-    wq_a: Tensor
+    The release's own code multiplies wo_a plain too, without rounding the heads' output.
+    """
+
+    wq_a: Weight
     q_norm: Tensor
-    wq_b: Tensor
-    wkv: Tensor
+    wq_b: Weight
+    wkv: Weight
     kv_norm: Tensor
     sinks: Tensor
     wo_a: Tensor
-    wo_b: Tensor
+    wo_b: Weight
     compressor: CompressorWeights | None
     indexer: IndexerWeights | None
 
@@ -65,10 +71,10 @@ class MoeWeights:
     gate: Tensor
     bias: Tensor | None
     tid2eid: Tensor | None
-    w13: Tensor
-    w2: Tensor
-    shared_w13: Tensor
-    shared_w2: Tensor
+    w13: Weight
+    w2: Weight
+    shared_w13: Weight
+    shared_w2: Weight
 
 
 @dataclass(frozen=True)
@@ -91,12 +97,20 @@ class ModelWeights:
 
 
 def build_weights(
-    tensors: Mapping[str, Tensor], config: DeepseekV4Config, *, dtype: torch.dtype, device: str
+    weights: Mapping[str, Weight],
+    config: DeepseekV4Config,
+    *,
+    dtype: torch.dtype,
+    device: str,
+    stored: bool = False,
 ) -> ModelWeights:
-    """Weights from tensors under official names, which must be complete."""
-    source = _Source(tensors, config, dtype, device)
+    """Weights from those under official names, which must be complete.
+
+    stored: whether matrices that are block-scaled stay so. Raises ConfigError if they cannot.
+    """
+    source = _Source(weights, config, dtype, device, stored)
     return ModelWeights(
-        embed=source.matrix("embed.weight"),
+        embed=source.plain("embed.weight"),
         layers=tuple(_layer(source, n) for n in range(config.num_layers)),
         head_hc=source.hyper("hc_head"),
         norm=source.fp32("norm.weight"),
@@ -104,37 +118,67 @@ def build_weights(
     )
 
 
+@dataclass(frozen=True)
 class _Source:
-    """Access to the checkpoint's tensors by name, below a prefix, cast and moved."""
+    """Access to the checkpoint's weights by name, below a prefix, cast and moved."""
 
-    def __init__(
-        self,
-        tensors: Mapping[str, Tensor],
-        config: DeepseekV4Config,
-        dtype: torch.dtype,
-        device: str,
-        prefix: str = "",
-    ) -> None:
-        self.tensors = tensors
-        self.config = config
-        self.dtype = dtype
-        self.device = device
-        self.prefix = prefix
+    weights: Mapping[str, Weight]
+    config: DeepseekV4Config
+    dtype: torch.dtype
+    device: str
+    stored: bool
+    prefix: str = ""
 
     def below(self, prefix: str) -> _Source:
-        return _Source(self.tensors, self.config, self.dtype, self.device, self.prefix + prefix)
+        return replace(self, prefix=self.prefix + prefix)
 
-    def raw(self, name: str) -> Tensor:
-        return self.tensors[self.prefix + name].to(self.device)
+    def raw(self, name: str) -> Weight:
+        """On the device, as stored."""
+        weight = self.weights[self.prefix + name]
+        if isinstance(weight, Tensor):
+            return weight.to(self.device)
+        return BlockScaled(weight.codes.to(self.device), weight.scale.to(self.device))
 
-    def matrix(self, name: str) -> Tensor:
-        return self.tensors[self.prefix + name].to(self.device, self.dtype)
+    def plain(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Values, exactly: a code times a power of two fits into bf16."""
+        weight = self.raw(name)
+        values = weight if isinstance(weight, Tensor) else weight.plain()
+        return values.to(dtype or self.dtype)
 
     def fp32(self, name: str) -> Tensor:
-        return self.tensors[self.prefix + name].to(self.device, torch.float32)
+        return self.plain(name, torch.float32)
 
-    def gate_up(self, expert: str) -> Tensor:
-        return torch.cat([self.matrix(f"{expert}.w1.weight"), self.matrix(f"{expert}.w3.weight")])
+    def matrix(self, name: str) -> Weight:
+        """What is only ever multiplied with: plain, or as stored."""
+        weight = self.raw(name)
+        keep = self.stored and isinstance(weight, BlockScaled)
+        return weight if keep else self.plain(name)
+
+    def gate_up(self, expert: str) -> Weight:
+        gate, up = (self.matrix(f"{expert}.{part}.weight") for part in ("w1", "w3"))
+        width = self.config.expert_width
+        if isinstance(gate, BlockScaled) and gate.kind == FP8 and width % BLOCK:
+            raise ConfigError(
+                f"{self.prefix}{expert}: moe_intermediate_size is {width}, expected a multiple of "
+                f"{BLOCK} where FP8 weights stay as stored; set model.weights to dequantized"
+            )
+        return self.joined(torch.cat, [gate, up], expert)
+
+    def joined(
+        self, join: Callable[[list[Tensor]], Tensor], parts: Sequence[Weight], name: str
+    ) -> Weight:
+        """Matrices cat or stacked, all plain or all in one code."""
+        plain = [part for part in parts if isinstance(part, Tensor)]
+        scaled = [part for part in parts if isinstance(part, BlockScaled)]
+        if (plain and scaled) or len({part.kind for part in scaled}) > 1:
+            raise ConfigError(
+                f"{self.prefix}{name}: some weights are FP8, FP4 or plain and others are not, "
+                "expected one kind; set model.weights to dequantized"
+            )
+        if plain:
+            return join(plain)
+        codes, scales = [part.codes for part in scaled], [part.scale for part in scaled]
+        return BlockScaled(join(codes), join(scales))
 
     def hyper(self, name: str) -> HyperWeights:
         fn = self.fp32(f"{name}_fn")
@@ -168,7 +212,7 @@ def _attention(source: _Source, layer_type: LayerType) -> AttentionWeights:
         wkv=source.matrix("wkv.weight"),
         kv_norm=source.fp32("kv_norm.weight"),
         sinks=source.fp32("attn_sink"),
-        wo_a=source.matrix("wo_a.weight").unflatten(0, (source.config.o_groups, -1)),
+        wo_a=source.plain("wo_a.weight").unflatten(0, (source.config.o_groups, -1)),
         wo_b=source.matrix("wo_b.weight"),
         compressor=_compressor(source.below("compressor.")) if compressed else None,
         indexer=_indexer(source.below("indexer.")) if layer_type is LayerType.CSA else None,
@@ -197,9 +241,11 @@ def _moe(source: _Source, mlp_type: MlpType) -> MoeWeights:
     return MoeWeights(
         gate=source.fp32("gate.weight"),
         bias=None if by_hash else source.fp32("gate.bias"),
-        tid2eid=source.raw("gate.tid2eid").long() if by_hash else None,
-        w13=torch.stack([source.gate_up(expert) for expert in experts]),
-        w2=torch.stack([source.matrix(f"{expert}.w2.weight") for expert in experts]),
+        tid2eid=source.plain("gate.tid2eid", torch.int64) if by_hash else None,
+        w13=source.joined(torch.stack, [source.gate_up(e) for e in experts], "experts"),
+        w2=source.joined(
+            torch.stack, [source.matrix(f"{e}.w2.weight") for e in experts], "experts"
+        ),
         shared_w13=source.gate_up("shared_experts"),
         shared_w2=source.matrix("shared_experts.w2.weight"),
     )

@@ -20,7 +20,7 @@ V0731_MARK = "REASONING_EFFORT_PROMPTS"  # in the encoder of the release of July
 class Checkpoint:
     """max_model_len: longest request in tokens, prompt and output together.
 
-    v4_release: which of DeepSeek-V4's encoders the checkpoint brings along.
+    v4_release: which of DeepSeek-V4's encoders the checkpoint brings along, or is said to need.
     """
 
     tokenizer: Tokenizer
@@ -53,7 +53,7 @@ def read_checkpoint(model: ModelConfig) -> Checkpoint:
         add_bos_token=bool(tokenizer_config.get("add_bos_token", False)),
         chat_template=_chat_template(folder, tokenizer_config),
         model_type=str(config.get("model_type", "")),
-        v4_release=_v4_release(folder),
+        v4_release=_v4_release(model),
     )
 
 
@@ -124,9 +124,11 @@ def _token_text(token: Any) -> str | None:
     return token.get("content") if isinstance(token, dict) else token
 
 
-def _v4_release(folder: Path) -> Release:
-    """The config does not tell them apart, the encoder's source beside the weights does."""
-    sources = sorted((folder / "encoding").glob("encoding*.py"))
+def _v4_release(model: ModelConfig) -> Release:
+    """config.json does not tell them apart, the encoder's source beside the weights does."""
+    if model.v4_release != "auto":
+        return Release(model.v4_release)
+    sources = sorted((model.path / "encoding").glob("encoding*.py"))
     is_0731 = any(V0731_MARK in path.read_text(encoding="utf-8") for path in sources)
     return Release.V0731 if is_0731 else Release.ORIGINAL
 

@@ -29,7 +29,7 @@ class Release(StrEnum):
     """Checkpoints that differ in what the levels of reasoning effort write."""
 
     ORIGINAL = "original"
-    V0731 = "0731"
+    V0731 = "v0731"  # not "0731", which is a number to YAML
 
 
 EFFORTS: dict[Release, dict[str, str]] = {

@@ -12,6 +12,8 @@ from sluice.engine.protocol import ConfigError
         ({"model": {"path": "m", "cach_path": 1}}, "cach_path: .* did you mean 'cache_path'"),
         ({"modle": {"path": "m"}}, "modle: unknown key; did you mean 'model'"),
         ({"model": {}}, "model.path: missing"),
+        ({"model": {"path": "m", "weights": "fp8"}}, "model.weights: .*'stored' or 'dequantized'"),
+        ({"model": {"path": "m", "v4_release": 473}}, "model.v4_release: .*'v0731', got 473"),
         ({"model": {"path": "m"}, "decode": {"replicas": -1}}, "decode.replicas: .*got -1"),
         ({"model": {"path": "m"}, "decode": {"replicas": 99}}, "replicas is 99, expected 0"),
         ({"model": {"path": "m"}, "router": {"port": "http"}}, "router.port: .*got 'http'"),

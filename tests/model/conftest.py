@@ -2,6 +2,8 @@
 
 import dataclasses
 import random
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from sluice.model.inputs import ForwardInputs
 from sluice.model.make_checkpoint import make_checkpoint
 from sluice.model.registry import load_model
 
+sys.path.insert(0, str(Path(__file__).parent))  # for released.py
 MAX_TOKENS = 3000  # of all requests together: no test has more, and large pools take time to fill
 
 

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from sluice.engine.protocol import ConfigError
@@ -190,6 +191,16 @@ def test_tensors_of_another_config_are_refused_by_name(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(path.read_text().replace('"attention_bias": false', '"attention_bias": true'))
     with pytest.raises(ConfigError, match=r"missing: model.layers.0.self_attn.k_proj.bias"):
+        load_model(tmp_path)
+
+
+def test_quantised_weights_are_refused_by_name(tmp_path):
+    saved(tmp_path)
+    path = tmp_path / "model.safetensors"
+    name = "model.layers.0.self_attn.q_proj.weight"
+    tensors = load_file(path)
+    save_file(tensors | {name: tensors[name].to(torch.float8_e4m3fn)}, path)
+    with pytest.raises(ConfigError, match=rf"{name} \(torch\.float8_e4m3fn\) belongs to quantised"):
         load_model(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""Packed rows are read the same whether each listed row is unpacked, or each page once."""
+"""Packed rows are read the same whether kernels unpack those listed, or each page is first."""
 
 import pytest
 import torch
@@ -6,6 +6,8 @@ import torch
 from sluice.cache.pools import allocate_pools
 from sluice.cache.row_format import RowFormat
 from sluice.cache.spec import Full, PoolSpec
+from sluice.kernels.formats import read_rows
+from sluice.kernels.packed_rows import PackedRows
 from sluice.model.inputs import ForwardInputs
 from sluice.model.pool_rows import matched, source, store
 
@@ -36,8 +38,7 @@ def inputs_of(spec):
 
 def read(rows, slots):
     """What a kernel sees: [*slots.shape, dim]."""
-    found = rows[slots.clamp(min=0) // rows.shape[1], slots.clamp(min=0) % rows.shape[1]]
-    return found.masked_fill((slots < 0).unsqueeze(-1), 0)
+    return read_rows(rows, slots, torch.float32)
 
 
 @pytest.mark.parametrize("form", ["float32", "fp8", "fp4"])
@@ -53,8 +54,10 @@ def test_rows_listed_once_and_many_times_are_the_same(form):
     many = few.repeat(9, 1)
     few[0, 2] = many[3, 1] = -1
     assert few.numel() <= PAGES.numel() * spec.rows_per_page < many.numel()
-    sparse = read(*source(pool, 1, few, inputs, torch.float32))
-    whole = read(*source(pool, 1, many, inputs, torch.float32))
+    as_stored, unpacked = (source(pool, 1, slots, inputs, torch.float32) for slots in (few, many))
+    assert isinstance(as_stored[0], PackedRows) == (spec.format is not None)
+    assert isinstance(unpacked[0], torch.Tensor)
+    sparse, whole = read(*as_stored), read(*unpacked)
     assert torch.equal(sparse[1], whole[1])
     assert not sparse[0, 2].any() and not whole[3, 1].any()
     written = values if spec.format is None else matched(values, pool)
@@ -73,11 +76,3 @@ def test_products_with_rotated_keys_are_the_same_but_for_rounding():
     assert (products - keys @ query).abs().mean() < 0.4 * (keys @ query).abs().mean()
     [plain] = allocate_pools([SPEC], {SPEC.table: 12}).values()
     assert matched(query, plain) is query
-
-
-def test_no_slots_give_rows_that_nothing_reads():
-    spec = SPEC.stored_as("fp8")
-    [pool] = allocate_pools([spec], {spec.table: 12}).values()
-    none = torch.zeros(3, 0, dtype=torch.int64)
-    rows, slots = source(pool, 0, none, inputs_of(spec), torch.float32)
-    assert rows.shape[2:] == (32,) and slots.shape == (3, 0)

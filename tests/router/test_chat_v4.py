@@ -159,6 +159,21 @@ async def test_the_release_is_read_from_the_encoder_beside_the_weights(v4, folde
     assert "Beyond maximum" in await prompt_of(world, reasoning_effort="max")
 
 
+@pytest.mark.parametrize(
+    ("release", "effort"), [("original", "Absolute maximum"), ("v0731", "Beyond maximum")]
+)
+def test_the_config_may_name_another_release_than_the_folder_does(
+    tmp_path, folder, release, effort
+):
+    other = shutil.copytree(folder, tmp_path / "v4")
+    (other / "encoding").mkdir()
+    mark = "REASONING_EFFORT_PROMPTS" if release == "original" else "REASONING_EFFORT_MAX"
+    (other / "encoding/encoding_dsv4.py").write_text(mark)
+    encoder = ChatEncoder(read_checkpoint(ModelConfig(path=other, v4_release=release)))
+    ids = encoder.encode_chat([{"role": "user", "content": "hi"}], ChatOptions(effort="max"))
+    assert effort in Tokenizer.from_file(str(other / "tokenizer.json")).decode(ids)
+
+
 async def test_contradictions_are_refused_before_any_node(v4):
     for fields, param in (
         ({"reasoning_effort": "none", "thinking": {"type": "enabled"}}, "reasoning_effort"),

@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+from row_formats import FP4_INDEX, FP8_INDEX, FP8_ODD
 
+from sluice.kernels.formats import pack_reference, unpack_reference
 from sluice.kernels.indexer import index_scores, index_scores_reference
+from sluice.kernels.packed_rows import PackedRows
 
 
 def scored(lengths, num_rows, *, num_heads=5, dim=24, dtype=torch.float32):
@@ -40,6 +43,18 @@ def test_bf16_scores_equal_the_references_to_fp32s_precision():
     there = present(given[3], [3, 4])
     expected = index_scores_reference(*given)[there]
     torch.testing.assert_close(index_scores(*given)[there], expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("form", [FP8_INDEX, FP4_INDEX, FP8_ODD], ids=str)
+@pytest.mark.parametrize("lengths", [[1, 1], [3, 0, 18], [0]])
+def test_packed_keys_are_scored_as_if_unpacked(form, lengths):
+    queries, weights, rows, slots, query_start = scored(lengths, 9, dim=form.dim)
+    pool = pack_reference(torch.stack([rows, rows], dim=1), form)[:, 1]
+    plain = unpack_reference(pool, form, torch.float32)
+    there = present(slots, lengths)
+    expected = index_scores_reference(queries, weights, plain, slots, query_start)[there]
+    found = index_scores(queries, weights, PackedRows(pool, form), slots, query_start)[there]
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
 
 
 def test_no_tokens_and_no_rows_give_empty_scores():
