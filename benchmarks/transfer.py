@@ -42,7 +42,7 @@ from sluice.cache.spec import Full, PoolSpec, TableSpec, tables_of
 from sluice.engine.protocol import NodeInfo, PageGrant, PageRun, Role
 from sluice.model.presets import preset_pools
 from sluice.transfer.nixl_transport import NixlTransport
-from sluice.transfer.plan import ByteRuns, Write, rows_to_receive
+from sluice.transfer.plan import ByteRuns, Copy, rows_to_receive
 from sluice.transfer.receiver import Receiver
 from sluice.transfer.sender import Sender
 
@@ -225,7 +225,7 @@ class Source:
         self._raw.started_at = None
         started = time.perf_counter()
         run = ByteRuns(*np.array([[0], [0], [self._num_bytes]]))
-        handle = self._raw.post(self._raw_peer, [Write(RAW, RAW, run)], b"raw")
+        handle = self._raw.post(self._raw_peer, [Copy(RAW, RAW, run)], b"raw")
         while not self._raw.poll(handle):
             pass
         return self._timing(self._raw, started, time.perf_counter() - started)

@@ -25,7 +25,7 @@ from sluice.engine.protocol import (
     TransferFailed,
 )
 from sluice.transfer.nixl_memory import Batch, Region, batches
-from sluice.transfer.plan import ByteRuns, Write, rows_to_receive
+from sluice.transfer.plan import ByteRuns, Copy, rows_to_receive
 
 nixl_transport = pytest.importorskip("sluice.transfer.nixl_transport")
 NUM_PAGES = 40
@@ -267,7 +267,7 @@ def test_a_descriptor_list_has_one_kind_of_memory():
     runs = ByteRuns(*(np.array(column) for column in ([0, 8], [8, 0], [4, 4])))
     here = {name: Region(100, 16, kind, 0) for name, kind in (("a", "VRAM"), ("b", "DRAM"))}
     there = {name: Region(500, 16, "DRAM", 0) for name in here}
-    found = batches([Write(name, name, runs) for name in here], here, there)
+    found = batches([Copy(name, name, runs) for name in here], here, there)
     assert [(batch.source_kind, batch.target_kind) for batch in found] == [
         ("VRAM", "DRAM"),
         ("DRAM", "DRAM"),
