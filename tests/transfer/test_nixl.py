@@ -36,9 +36,16 @@ def over_nixl(name):
     return nixl_transport.NixlTransport(f"{name}.{uuid.uuid4().hex[:8]}", "UCX", {})
 
 
+@pytest.fixture(params=["write", "read"])
+def mode(request):
+    """For the tests that ask for it; the others write."""
+    return request.param
+
+
 @pytest.fixture
-def source(toy):
-    side = toy.local(Role.PREFILL, seed=1, kind=over_nixl)
+def source(toy, request):
+    mode = request.getfixturevalue("mode") if "mode" in request.fixturenames else "write"
+    side = toy.local(Role.PREFILL, seed=1, kind=over_nixl, mode=mode)
     yield side
     side.end.close()
 
@@ -120,13 +127,13 @@ def deliver_to_host(toy, source, host, grant):
 
 
 @pytest.mark.parametrize("layout", [{}, RELAID])
-def test_two_agents_in_one_process_move_bytes(toy, source, layout):
+def test_two_agents_in_one_process_move_bytes(toy, mode, source, layout):
     target = toy.local(Role.DECODE, toy.relaid(toy.SPECS, **layout), seed=2, kind=over_nixl)
     source.end.connect(source.info, target.info)
     grant = target.grant(77)
     target.end.expect(grant)
     runs = toy.deliver(source, grant, [30, 77])
-    polled = toy.wait_for(lambda p: any(getattr(i, "first_token", None) for i in p), target, source)
+    polled = toy.wait_for(lambda p: any(getattr(i, "first_token", None) for i in p), source, target)
     assert polled[-1].first_token == 42
     for spec in toy.SPECS:
         for row in rows_to_receive(spec, 77):
@@ -135,7 +142,7 @@ def test_two_agents_in_one_process_move_bytes(toy, source, layout):
     target.end.close()
 
 
-def test_two_processes_move_bytes_and_a_restarted_peer_goes_on(toy, source, start_host):
+def test_two_processes_move_bytes_and_a_restarted_peer_goes_on(toy, mode, source, start_host):
     host = start_host(toy.relaid(toy.SPECS, **RELAID))
     source.end.connect(source.info, host.info)
     for number, num_tokens in enumerate([5, 32, 77]):
@@ -154,7 +161,9 @@ def test_two_processes_move_bytes_and_a_restarted_peer_goes_on(toy, source, star
     assert deliver_to_host(toy, source, host, host.grant(50)).first_token == 42
 
 
-def test_a_frozen_peer_fails_the_request_at_its_lease_and_is_loaded_again(toy, source, start_host):
+def test_a_frozen_peer_fails_the_request_at_its_lease_and_is_loaded_again(
+    toy, mode, source, start_host
+):
     host = start_host()
     source.end.connect(source.info, host.info)
     deliver_to_host(toy, source, host, host.grant(40, grant_id="warm"))
@@ -240,14 +249,18 @@ def test_a_post_without_runs_still_notifies(toy, source):
     target.end.close()
 
 
-def test_pools_in_several_kinds_of_memory_notify_once_after_the_last(toy, source, monkeypatch):
+def test_pools_in_several_kinds_of_memory_notify_once_after_the_last(
+    toy, mode, source, monkeypatch
+):
     whole = nixl_transport.batches
 
     def one_by_one(*arguments):
         """As if every run were between memories of its own kinds."""
-        [batch] = whole(*arguments)
-        pairs = zip(batch.source, batch.target, strict=True)
-        return [Batch("DRAM", here[None], "DRAM", there[None]) for here, there in pairs]
+        return [
+            Batch("DRAM", here[None], "DRAM", there[None])
+            for batch in whole(*arguments)
+            for here, there in zip(batch.source, batch.target, strict=True)
+        ]
 
     monkeypatch.setattr(nixl_transport, "batches", one_by_one)
     target = toy.local(Role.DECODE, seed=2, kind=over_nixl)
