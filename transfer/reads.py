@@ -108,7 +108,11 @@ class Reads:
             self._cut(posted.sender, str(error), posted.read)
 
     def _cut(self, sender: str, error: str, failed: Read | None = None) -> None:
-        """Give up the connection and every read on it, beside the one that failed already."""
+        """Give up the connection and every read on it, beside the one that failed already.
+
+        Unlike what a peer writes, nothing of them can land later: it would come to our own end of
+        the connection, which is closed.
+        """
         lost = [posted for posted in self._posted if posted.sender == sender]
         self._posted = [posted for posted in self._posted if posted.sender != sender]
         for posted in lost:
