@@ -78,9 +78,10 @@ class NixlTransport:
         options = dict(params)
         progress = options.pop("progress_thread", "off") == "on"
         if backend == "UCX" and max_silence_s is not None:
-            limit = f"TCP_USER_TIMEOUT={round(1000 * max_silence_s)}ms"
+            # At this level UCX prints the transports that it chooses, at start and for each peer.
+            ours = f"LOG_LEVEL=info,TCP_USER_TIMEOUT={round(1000 * max_silence_s)}ms"
             own = options.get(UCX_SETTINGS)
-            options[UCX_SETTINGS] = limit if own is None else f"{limit},{own}"  # the last one wins
+            options[UCX_SETTINGS] = ours if own is None else f"{ours},{own}"  # the last one wins
         self._agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=progress, backends=[]))
         try:
             self._agent.create_backend(backend, options)

@@ -1,6 +1,6 @@
 """Aborts at random moments under load: what goes on beside them never notices.
 
-NODE_ABORTS=10000 pytest tests/nodes/test_aborts.py     for a long run
+NODE_ABORTS=10000 pytest -o timeout=0 tests/nodes/test_aborts.py     for a long run
 """
 
 import dataclasses

@@ -211,6 +211,13 @@ def test_tcp_gives_up_bytes_that_stay_unacknowledged(toy):
     assert {1499, 1500} & set(limits_ms)  # UCX rounds down
 
 
+def test_the_transports_that_ucx_chooses_are_printed_at_start(capfd):
+    name = f"node.{uuid.uuid4().hex[:8]}"
+    nixl_transport.NixlTransport(name, "UCX", {"engine_config": "TLS=tcp"}, max_silence_s=5).close()
+    printed = capfd.readouterr()
+    assert any(f"{name} self cfg" in line and "tcp/" in line for line in printed.out.splitlines())
+
+
 def tcp_user_timeouts_ms():
     """Of this process's connections."""
     for descriptor in Path("/proc/self/fd").iterdir():
