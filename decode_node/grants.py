@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from sluice.engine.batch import Chunk
 from sluice.engine.protocol import PageGrant
@@ -66,14 +65,6 @@ class Stream:
         if start < num_tokens:
             return Chunk(self.request, start, min(start + prompt_tokens, num_tokens))
         return Chunk(self.request, start, start + 1)
-
-
-class Work(NamedTuple):
-    """What a step computes of a request. in_prompt: tokens of its prompt, not its newest one."""
-
-    stream: Stream
-    chunk: Chunk
-    in_prompt: bool
 
 
 class Grants:

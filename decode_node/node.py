@@ -17,16 +17,16 @@ import itertools
 import logging
 import time
 import uuid
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from sluice.cache.manager import NoRoom
 from sluice.cache.prefix_tree import Hit
-from sluice.cache.spec import TableSpec
-from sluice.decode_node.grants import Grants, Stream, Work
+from sluice.decode_node.admission import admit, pages_to_write
+from sluice.decode_node.grants import Grants, Stream
 from sluice.decode_node.outbox import Outbox, Sink
+from sluice.decode_node.planner import StepPlanner, Work
 from sluice.engine.choice import Choice, choose
 from sluice.engine.config import SluiceConfig
 from sluice.engine.loop import LoopThread
@@ -36,12 +36,9 @@ from sluice.engine.protocol import (
     NodeInfo,
     NodeStatus,
     PageGrant,
-    PageRun,
-    Refused,
     Role,
     TokenChunk,
 )
-from sluice.engine.request import Request
 from sluice.engine.runner import Runner
 from sluice.transfer.receiver import Arrival, Receiver
 from sluice.transfer.transport import Transport, make_transport
@@ -63,7 +60,7 @@ class DecodeNode:
         self._receiver = Receiver(transport, runner.pools)
         self._grants = Grants(config.transfer.lease_s)
         self._outbox = Outbox()
-        self._max_prompt_tokens = config.decode.max_batch_tokens  # that a step computes
+        self._planner = StepPlanner(runner.manager, config.decode.max_batch_tokens)
         self._routers: dict[str, float] = {}  # router id -> monotonic second of its last sign
         self._epochs = itertools.count(1)
         self._last_turn = time.monotonic()
@@ -118,8 +115,8 @@ class DecodeNode:
     def _turn(self) -> float:
         self._expire_leases()
         self._take_arrivals()
-        if chunks := self._make_room():
-            self._step(chunks)
+        if work := self._planner.next(self._grants.running(), self._preempt):
+            self._step(work)
         self._outbox.flush()
         if self._grants.running():
             return 0.0
@@ -130,7 +127,8 @@ class DecodeNode:
         grant_id = f"{request.request_id}.{uuid.uuid4().hex[:8]}"
         state = self.runner.take(request, grant_id)
         num_tokens = len(state.token_ids)
-        hit = self._admit(state, request)
+        hit = admit(self.runner, state, request, self.info.node_id)
+        self._count_lookup(num_tokens, hit)
         grant = PageGrant(
             grant_id=grant_id,
             epoch=next(self._epochs),
@@ -138,7 +136,7 @@ class DecodeNode:
             incarnation=self.info.incarnation,
             request_id=request.request_id,
             num_tokens=num_tokens,
-            pages={} if request.local else self._pages_to_write(state, hit),
+            pages={} if request.local else pages_to_write(self.runner.manager, state, hit),
             lease_s=self._grants.lease_s,
             skip_tokens=hit.num_tokens,
         )
@@ -162,38 +160,11 @@ class DecodeNode:
             self._receiver.expect(grant)
         return grant
 
-    def _admit(self, state: Request, request: GenerateRequest) -> Hit:
-        """Take pages for the request; what of it is cached. Raises Refused."""
-        manager, num_tokens = self.runner.manager, len(state.token_ids)
-        keys = manager.keys_of(state.token_ids, request.cache_salt)
-        if request.local:
-            hit = manager.find_resumable(keys, state.token_ids)
-        else:
-            hit = manager.find_history(keys)
-        try:
-            copies = manager.grant(
-                state.grant_id,
-                num_tokens=hit.num_tokens if request.local else num_tokens,
-                max_tokens=request.admit_tokens,
-                hit=hit,
-            )
-        except NoRoom as error:
-            raise Refused(f"{self.info.node_id}: {error}; try again or another node") from error
-        self.runner.copy_pages(copies)
+    def _count_lookup(self, num_tokens: int, hit: Hit) -> None:
+        manager = self.runner.manager
         if manager.prefix_cache:
             kept = [spec for spec in manager.specs if spec.table.keeps_all]
             self.metrics.count_lookup(kept, num_tokens, hit.num_tokens)
-        return hit
-
-    def _pages_to_write(self, state: Request, hit: Hit) -> dict[TableSpec, PageRun]:
-        """The pages prefill may write: those live after the prompt, without what is shared."""
-        runs, num_tokens = {}, len(state.token_ids)
-        for table, held in self.runner.manager.page_tables(state.grant_id).items():
-            live = table.pages(num_tokens, num_tokens)
-            shared = hit.num_tokens // table.tokens_per_page if table.keeps_all else 0
-            first = max(live.start, shared)
-            runs[table] = PageRun(first, tuple(held.slice(range(first, max(first, live.stop)))))
-        return runs
 
     def _release(self, grant_id: str, *, in_flight: bool) -> None:
         stream = self._grants.get(grant_id)
@@ -302,32 +273,6 @@ class DecodeNode:
         for kind, num_tokens in (("prefill", sum(prompts)), ("decode", len(work) - len(prompts))):
             if num_tokens:
                 self.metrics.computed_tokens.labels(kind).inc(num_tokens)
-
-    def _make_room(self) -> list[Work]:
-        """Pages for what every running request computes next, the oldest first.
-
-        Where they run out the youngest is preempted: it goes on after another prefill. The oldest
-        always goes on, since a request that does not fit by itself is never admitted. Prompts
-        computed here share a budget of tokens, and wait a step where it is used up.
-        """
-        waiting = deque(self._grants.running())
-        budget = self._max_prompt_tokens
-        ready = []
-        while waiting:
-            stream = waiting[0]
-            chunk = stream.next_chunk(budget)
-            try:
-                self.runner.manager.extend(stream.request.grant_id, chunk.end)
-            except NoRoom as error:
-                self._preempt(waiting.pop(), error)
-                continue
-            waiting.popleft()
-            in_prompt = chunk.start < stream.grant.num_tokens
-            if in_prompt:
-                budget -= chunk.num_tokens
-            if chunk.end > chunk.start:
-                ready.append(Work(stream, chunk, in_prompt))
-        return ready
 
     def _preempt(self, stream: Stream, why: NoRoom) -> None:
         self.metrics.failed_requests.labels("preempted").inc()

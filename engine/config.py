@@ -159,6 +159,7 @@ class RouterConfig(Section):
 class TransferConfig(Section):
     backend: str = "UCX"  # NIXL backend, or "local" within one process
     backend_params: dict[str, str] = Field(default_factory=dict)
+    mode: Literal["write", "read"] = "write"  # prefill writes pages, or decode reads them
     lease_s: float = Field(30.0, gt=0)  # how long a grant outlives its last sign of progress
     checksum: Literal["off", "sample", "full"] = "off"  # xxhash of all, or some, rows of each pool
     staging_bytes: int = Field(64 << 20, gt=0)  # for rows that change layout; taken when needed

@@ -28,7 +28,7 @@ from typing import NamedTuple, Protocol
 from sluice.cache.journal import CacheReport
 from sluice.cache.spec import PoolSpec, TableSpec
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 # Output tokens for which decode takes pages at admission; more come as the output grows, and where
 # they do not, the youngest request is preempted.

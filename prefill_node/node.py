@@ -61,6 +61,7 @@ class PrefillNode:
         self._sender = Sender(
             transport,
             runner.pools,
+            mode=config.transfer.mode,
             checksum=config.transfer.checksum,
             staging_bytes=config.transfer.staging_bytes,
             convert=convert_rows,

@@ -15,10 +15,11 @@ import torch
 
 from sluice.cache.pools import Pool
 from sluice.engine.protocol import IncompatiblePeers, TransferFailed
-from sluice.transfer.plan import Write
+from sluice.transfer.plan import Copy, named
 from sluice.transfer.transport import Handle
 
 _PREFIX = b"local:"
+Memories = dict[str, torch.Tensor]  # by name, each uint8 [num_bytes]
 _agents: dict[str, LocalTransport] = {}
 _agents_lock = threading.Lock()
 
@@ -28,7 +29,7 @@ class LocalTransport:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._memory: dict[str, torch.Tensor] = {}  # uint8 [pool bytes]
+        self._memory: Memories = {}
         self._peers: set[str] = set()
         self._inbox: queue.SimpleQueue[tuple[str, bytes]] = queue.SimpleQueue()
         self._handles = itertools.count(1)
@@ -61,13 +62,18 @@ class LocalTransport:
     def disconnect(self, peer: str) -> None:
         self._peers.discard(peer)
 
-    def post(self, peer: str, writes: Sequence[Write], notification: bytes) -> Handle:
-        target = _find(peer) if peer in self._peers else None
-        if target is None:
-            raise TransferFailed(f"peer {peer} is not connected or gone; connect it again")
+    def post(self, peer: str, writes: Sequence[Copy], notification: bytes) -> Handle:
+        target = self._connected(peer)
         for write in writes:
-            _copy(write, self._memory[write.source], target._memory[write.target])
+            _copy(write, self._memory, target._memory)
         target._inbox.put((self.name, notification))
+        return next(self._handles)
+
+    def read(self, peer: str, reads: Sequence[Copy], notification: bytes) -> Handle:
+        source = self._connected(peer)
+        for read in reads:
+            _copy(read, source._memory, self._memory)
+        source._inbox.put((self.name, notification))
         return next(self._handles)
 
     def poll(self, handle: Handle) -> bool:
@@ -87,20 +93,26 @@ class LocalTransport:
             _agents.pop(self.name, None)
         self._peers.clear()
 
+    def _connected(self, peer: str) -> LocalTransport:
+        found = _find(peer) if peer in self._peers else None
+        if found is None:
+            raise TransferFailed(f"peer {peer} is not connected or gone; connect it again")
+        return found
+
 
 def _find(name: str) -> LocalTransport | None:
     with _agents_lock:
         return _agents.get(name)
 
 
-def _copy(write: Write, source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy runs between two memories' bytes, uint8 [source bytes] and [target bytes]."""
-    runs = write.runs
+def _copy(copy: Copy, sources: Memories, targets: Memories) -> None:
+    """Copy runs from one agent's memory into another's."""
+    source, target, runs = named(sources, copy.source), named(targets, copy.target), copy.runs
     offsets = (runs.source_offset.tolist(), runs.target_offset.tolist(), runs.num_bytes.tolist())
     for here, there, size in zip(*offsets, strict=True):
-        if here + size > len(source) or there + size > len(target):
+        if min(here, there) < 0 or here + size > len(source) or there + size > len(target):
             raise TransferFailed(
-                f"pool {write.target}: a run of {size} bytes from {here} to {there} leaves "
+                f"pool {copy.target}: a run of {size} bytes from {here} to {there} leaves "
                 f"memories of {len(source)} and {len(target)} bytes; the grant lists pages that do "
                 "not exist"
             )

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from sluice.engine.protocol import IncompatiblePeers, TransferFailed
-from sluice.transfer.plan import Integers, Write
+from sluice.transfer.plan import Copy, Integers, named
 
 Descriptors = npt.NDArray[np.uint64]  # [num_runs, 3]: address, bytes, device
 
@@ -49,7 +49,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Batch:
-    """Runs between one kind of memory here and one there: a NIXL list has a single kind."""
+    """Runs from one kind of memory into one: a NIXL list has a single kind."""
 
     source_kind: str
     source: Descriptors
@@ -58,17 +58,18 @@ class Batch:
 
 
 def batches(
-    writes: Sequence[Write], source: Mapping[str, Region], target: Mapping[str, Region]
+    copies: Sequence[Copy], source: Mapping[str, Region], target: Mapping[str, Region]
 ) -> list[Batch]:
     """All runs as few lists of descriptors as their memory kinds allow: mostly one.
 
     Raises TransferFailed if a run leaves its pool.
     """
     pairs = defaultdict(list)
-    for write in writes:
-        runs = write.runs
+    for copy in copies:
+        runs = copy.runs
         if len(runs):
-            here, there, size = source[write.source], target[write.target], runs.num_bytes
+            here, there = named(source, copy.source), named(target, copy.target)
+            size = runs.num_bytes
             pair = (
                 here.descriptors(runs.source_offset, size),
                 there.descriptors(runs.target_offset, size),

@@ -31,7 +31,7 @@ from nixl._api import nixl_agent, nixl_agent_config
 from sluice.cache.pools import Pool
 from sluice.engine.protocol import ConfigError, IncompatiblePeers, TransferFailed
 from sluice.transfer.nixl_memory import Address, Batch, Region, batches
-from sluice.transfer.plan import ByteRuns, Write
+from sluice.transfer.plan import ByteRuns, Copy
 from sluice.transfer.transport import Handle
 
 log = logging.getLogger(__name__)
@@ -78,9 +78,10 @@ class NixlTransport:
         options = dict(params)
         progress = options.pop("progress_thread", "off") == "on"
         if backend == "UCX" and max_silence_s is not None:
-            limit = f"TCP_USER_TIMEOUT={round(1000 * max_silence_s)}ms"
+            # At this level UCX prints the transports that it chooses, at start and for each peer.
+            ours = f"LOG_LEVEL=info,TCP_USER_TIMEOUT={round(1000 * max_silence_s)}ms"
             own = options.get(UCX_SETTINGS)
-            options[UCX_SETTINGS] = limit if own is None else f"{limit},{own}"  # the last one wins
+            options[UCX_SETTINGS] = ours if own is None else f"{ours},{own}"  # the last one wins
         self._agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=progress, backends=[]))
         try:
             self._agent.create_backend(backend, options)
@@ -106,14 +107,14 @@ class NixlTransport:
         self._regions[MAILBOX] = Region.of(self._mailbox)
         for name, region in self._regions.items():
             self._register(name, region)
-        metadata = self._agent.get_agent_metadata()
-        self._address = Address(self.name, self._backend, metadata, self._regions).encode()
+        self._address = self._own_address()
 
     def stage(self, name: str, memory: torch.Tensor) -> None:
         assert name not in self._regions, f"memory {name!r} is registered already"
         self._staged.append(memory)
         self._regions[name] = region = Region.of(memory)
         self._register(name, region)
+        self._address = self._own_address()
 
     def address(self) -> bytes:
         assert self._address, "pools are registered before the address is handed out"
@@ -144,22 +145,35 @@ class NixlTransport:
         except NixlError as error:
             log.warning("event=peer_not_removed peer=%s error=%s", peer, error)
 
-    def post(self, peer: str, writes: Sequence[Write], notification: bytes) -> Handle:
+    def post(self, peer: str, writes: Sequence[Copy], notification: bytes) -> Handle:
+        lists = batches(writes, self._regions, self._regions_of(peer))
+        return self._post(peer, "WRITE", lists, notification)
+
+    def read(self, peer: str, reads: Sequence[Copy], notification: bytes) -> Handle:
+        lists = batches(reads, self._regions_of(peer), self._regions)
+        return self._post(peer, "READ", lists, notification)
+
+    def _regions_of(self, peer: str) -> Mapping[str, Region]:
         if peer not in self._peers:
             raise TransferFailed(f"peer {peer} is not connected; connect it again")
-        lists = batches(writes, self._regions, self._peers[peer])
+        return self._peers[peer]
+
+    def _post(
+        self, peer: str, operation: str, lists: Sequence[Batch], notification: bytes
+    ) -> Handle:
         handle = next(self._handles)
         posted = self._posted[handle] = _Posted(peer)
         # One list of descriptors, the usual case: NIXL itself notifies after the last byte.
         attached = notification if len(lists) == 1 else b""
         posted.notification = None if attached else notification
         try:
-            posted.xfers += [self._prepare(peer, batch, attached) for batch in lists]
+            posted.xfers += [self._prepare(peer, operation, batch, attached) for batch in lists]
             self._start(posted)
             self._advance(posted)
         except NixlError as error:
             self.abandon(handle)
-            raise TransferFailed(f"peer {peer}: NIXL cannot post the write ({error})") from error
+            reason = f"NIXL cannot post the {operation} ({error})"
+            raise TransferFailed(f"peer {peer}: {reason}") from error
         return handle
 
     def poll(self, handle: Handle) -> bool:
@@ -168,12 +182,12 @@ class NixlTransport:
             self._advance(posted)
         except NixlError as error:
             self.abandon(handle)
-            raise TransferFailed(f"peer {posted.peer}: the write failed ({error})") from error
+            raise TransferFailed(f"peer {posted.peer}: the transfer failed ({error})") from error
         if posted.xfers:
             return False
         del self._posted[handle]
         if posted.error is not None:
-            raise TransferFailed(f"peer {posted.peer}: the write failed ({posted.error})")
+            raise TransferFailed(f"peer {posted.peer}: the transfer failed ({posted.error})")
         return True
 
     def abandon(self, handle: Handle) -> None:
@@ -201,6 +215,10 @@ class NixlTransport:
         self._pools.clear()
         self._staged.clear()
 
+    def _own_address(self) -> bytes:
+        metadata = self._agent.get_agent_metadata()
+        return Address(self.name, self._backend, metadata, self._regions).encode()
+
     def _register(self, name: str, region: Region) -> None:
         memory = [(region.base, region.num_bytes, region.device, name)]
         try:
@@ -211,14 +229,11 @@ class NixlTransport:
                 f"{region.kind} ({error}); choose another device for the pool"
             ) from error
 
-    def _prepare(self, peer: str, batch: Batch, notification: bytes) -> Any:
-        return self._agent.initialize_xfer(
-            "WRITE",
-            self._agent.get_xfer_descs(batch.source, batch.source_kind),
-            self._agent.get_xfer_descs(batch.target, batch.target_kind),
-            peer,
-            notification,
-        )
+    def _prepare(self, peer: str, operation: str, batch: Batch, notification: bytes) -> Any:
+        source = self._agent.get_xfer_descs(batch.source, batch.source_kind)
+        target = self._agent.get_xfer_descs(batch.target, batch.target_kind)
+        here, there = (source, target) if operation == "WRITE" else (target, source)
+        return self._agent.initialize_xfer(operation, here, there, peer, notification)
 
     def _start(self, posted: _Posted) -> None:
         """Start the prepared transfers.
@@ -253,7 +268,7 @@ class NixlTransport:
             notification, posted.notification = posted.notification, None
             here, there = self._regions[MAILBOX], self._peers[posted.peer][MAILBOX]
             byte = ByteRuns(*np.array([[0], [0], [1]]))
-            write = Write(MAILBOX, MAILBOX, byte)
+            write = Copy(MAILBOX, MAILBOX, byte)
             [batch] = batches([write], {MAILBOX: here}, {MAILBOX: there})
-            posted.xfers.append(self._prepare(posted.peer, batch, notification))
+            posted.xfers.append(self._prepare(posted.peer, "WRITE", batch, notification))
             self._start(posted)

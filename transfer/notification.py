@@ -56,20 +56,20 @@ class Notification:
                 raise Malformed(f"version is {fields['v']!r}, expected {VERSION}")
             token = fields["token"]
             return cls(
-                grant_id=_typed(fields["grant"], str),
-                epoch=_typed(fields["epoch"], int),
-                chunk=_typed(fields["chunk"], int),
-                last=_typed(fields["last"], bool),
-                rows={_typed(pool, str): _rows(ends) for pool, ends in fields["rows"].items()},
-                first_token=None if token is None else _typed(token, int),
-                sampled=_typed(fields["sampled"], bool),
-                checksums={pool: _typed(hexed, str) for pool, hexed in fields["sums"].items()},
+                grant_id=typed(fields["grant"], str),
+                epoch=typed(fields["epoch"], int),
+                chunk=typed(fields["chunk"], int),
+                last=typed(fields["last"], bool),
+                rows={typed(pool, str): _rows(ends) for pool, ends in fields["rows"].items()},
+                first_token=None if token is None else typed(token, int),
+                sampled=typed(fields["sampled"], bool),
+                checksums={pool: typed(hexed, str) for pool, hexed in fields["sums"].items()},
             )
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise Malformed(f"{message[:80]!r}: {error}") from error
 
 
-def _typed(value: Any, kind: type) -> Any:
+def typed(value: Any, kind: type) -> Any:
     if type(value) is not kind:
         raise TypeError(f"{value!r} is no {kind.__name__}")
     return value
@@ -77,6 +77,6 @@ def _typed(value: Any, kind: type) -> Any:
 
 def _rows(ends: Any) -> range:
     start, stop = ends
-    if not 0 <= _typed(start, int) < _typed(stop, int):
+    if not 0 <= typed(start, int) < typed(stop, int):
         raise ValueError(f"{ends} are no rows")
     return range(start, stop)

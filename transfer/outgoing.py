@@ -4,6 +4,9 @@ queue ──next part──► in flight ──► over          a chunk is one 
   │ failure              │ lease over            through staging memory and it has not room for
   ▼                      ▼                       all of them at once
 dropped              abandoned ──a lease──► over
+
+In READ mode a post is an offer, and decode reads when it comes by. Where its answer is lost or not
+waited for, the pages stay as they are until no read of them can count or go on any more.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from dataclasses import dataclass, field
 
 from sluice.cache.spec import PoolSpec, TableSpec
 from sluice.engine.protocol import PageGrant, PageRun, TransferFailed
+from sluice.transfer.offers import Declined
 from sluice.transfer.peers import Peer
 from sluice.transfer.plan import (
     ByteRuns,
@@ -23,7 +27,11 @@ from sluice.transfer.plan import (
     traffic_of,
 )
 from sluice.transfer.staging import Slot
-from sluice.transfer.transport import Handle, Transport
+from sluice.transfer.transport import Handle, Posts
+
+# How long after a lost offer its pages may be read, at most a lease each: the offer's way, a freeze
+# of the reader too short to void its grants, the read, and what the reader has abandoned of it.
+UNHEARD_LEASES = 4
 
 
 @dataclass(frozen=True)
@@ -69,14 +77,16 @@ class Outgoing:
     are complete at this length have been queued.
     """
 
-    def __init__(self, grant: PageGrant, opened_at: float) -> None:
+    def __init__(self, grant: PageGrant, opened_at: float, *, read_by_peer: bool = False) -> None:
         self.grant = grant
+        self.unheard_s = UNHEARD_LEASES * grant.lease_s if read_by_peer else 0.0
         self.deadline = opened_at + grant.lease_s
         self.sent_tokens = 0
         self.num_posts = 0
         self.queue: deque[Chunk] = deque()
         self.in_flight: list[Post] = []
-        self.silent_at = opened_at  # from when on no byte of an abandoned post can arrive
+        self.silent_at = opened_at  # from when on no byte of an abandoned post can move
+        self.stranded: list[Slot] = []  # of lost offers
         self.error: TransferFailed | None = None
         self._reported = False
         self._last_page: dict[str, int] = {}  # by pool, the last page that was counted
@@ -128,19 +138,21 @@ class Outgoing:
         self._last_page[target.name] = pages[-1]
         return traffic_of(runs, len(pages) - again)
 
-    def settle(self, transport: Transport, now: float) -> tuple[list[Post], list[Transfer]]:
+    def settle(self, posts: Posts, now: float) -> tuple[list[Post], list[Transfer]]:
         """Posts that are over, completed or failed, and what became of those that completed."""
         over, transfers = [], []
         for post in self.in_flight:
             try:
-                if not transport.poll(post.handle):
+                if not posts.poll(post.handle):
                     continue
                 # Decode heard of it no earlier than it was posted: its lease ends later.
                 self.deadline = max(self.deadline, post.posted_at + self.grant.lease_s)
                 transfers.append(Transfer(self.grant.grant_id, now - post.posted_at, post.pools))
             except TransferFailed as error:
-                post.peer.broken = True
                 self.fail(error)
+                if not isinstance(error, Declined):
+                    post.peer.broken = True
+                    self.silent_at = max(self.silent_at, now + self.unheard_s)
             over.append(post)
         self.in_flight = [post for post in self.in_flight if post not in over]
         return over, transfers
@@ -151,11 +163,12 @@ class Outgoing:
             self._reported = True
             yield Transfer(self.grant.grant_id, error=self.error)
 
-    def give_up(self, transport: Transport, reason: str) -> list[Post]:
+    def give_up(self, posts: Posts, reason: str, now: float) -> list[Post]:
         """Abandon what is in flight, and return it; the failure is reported by the next poll."""
         given_up, self.in_flight = self.in_flight, []
         for post in given_up:
-            transport.abandon(post.handle)
+            posts.abandon(post.handle)
+            self.silent_at = max(self.silent_at, now + self.unheard_s)
         self.fail(
             TransferFailed(f"grant {self.grant.grant_id}: {reason}; prefill it for another node")
         )

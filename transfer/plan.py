@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,7 @@ from sluice.cache.pools import NULL_PAGE
 from sluice.cache.spec import Full, PoolSpec
 from sluice.engine.protocol import IncompatiblePeers, PageRun, TransferFailed
 
+Memory = TypeVar("Memory")
 Integers = npt.NDArray[np.int64]
 
 # The meaning of a row. The rest, and a dtype among the model's `choices`, is up to a role.
@@ -48,12 +50,19 @@ class ByteRuns:
 
 
 @dataclass(frozen=True)
-class Write:
-    """Runs from registered memory here, by its name, into a pool of the peer."""
+class Copy:
+    """Runs from registered memory of one node, by its name, into a pool of the other."""
 
     source: str
     target: str
     runs: ByteRuns
+
+
+def named(memories: Mapping[str, Memory], name: str) -> Memory:
+    """Registered memory by its name. Raises TransferFailed: the name may come from a peer."""
+    if name not in memories:
+        raise TransferFailed(f"no memory is named {name!r}, only {', '.join(memories)}")
+    return memories[name]
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,10 @@
 
 The life of a grant here:
 
-1. `expect` before anyone may write to it.
-2. `poll` reports every chunk that landed. With the last missing one, and every pool's rows
-   counted, the arrival carries the first output token: only now may the rows be read.
+1. `expect` before anyone may write to it, or offer rows for it to be read from here.
+2. `poll` fetches what is offered, and reports every chunk that landed. With the last missing one,
+   and every pool's rows counted, the arrival carries the first output token: only now may the rows
+   be used.
 3. `forget` when its pages may be reused; before that `retire`, if a write may still be under way.
 
 A wrong epoch, an unknown grant, a second sender or bytes that are no notification never complete
@@ -14,8 +15,9 @@ a grant: they are dropped and counted in `dropped`. Wrong rows or a wrong checks
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from sluice.cache.pools import Pool
@@ -23,7 +25,9 @@ from sluice.engine.protocol import PageGrant
 from sluice.transfer.checksum import checked_rows, checksum
 from sluice.transfer.incoming import Incoming, bytes_of
 from sluice.transfer.notification import Malformed, Notification
+from sluice.transfer.offer import PREFIX, Offer
 from sluice.transfer.plan import rows_to_receive, touched_pages
+from sluice.transfer.reads import Read, Reads
 from sluice.transfer.transport import Transport
 
 log = logging.getLogger(__name__)
@@ -50,7 +54,13 @@ class Receiver:
     `dropped` counts notifications that were ignored, by reason; `failed` the grants that failed.
     """
 
-    def __init__(self, transport: Transport, pools: Mapping[str, Pool]) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        pools: Mapping[str, Pool],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Registers the pools at the transport; they stay registered until `close`."""
         transport.register(pools)
         self.dropped: Counter[str] = Counter()
@@ -59,6 +69,7 @@ class Receiver:
         self._pools = dict(pools)
         self._specs = {name: pool.spec for name, pool in pools.items()}
         self._incoming: dict[str, Incoming] = {}
+        self._reads = Reads(transport, clock)
 
     def expect(self, grant: PageGrant) -> None:
         """Take notifications for the grant from now on."""
@@ -84,13 +95,46 @@ class Receiver:
 
     def poll(self) -> list[Arrival]:
         """What has landed since the last call."""
-        arrivals = [self._take(sender, data) for sender, data in self._transport.notifications()]
+        arrivals = [self._take_read(read) for read in self._reads.poll()]
+        for sender, message in self._transport.notifications():
+            if message.startswith(PREFIX):
+                self._take_offer(sender, message)
+            else:
+                arrivals.append(self._take(sender, message))
         return [arrival for arrival in arrivals if arrival is not None]
 
     def close(self) -> None:
         """Expect nothing any more and close the transport."""
         self._incoming.clear()
         self._transport.close()
+
+    def _take_offer(self, sender: str, message: bytes) -> None:
+        """Begin to read what is offered for a grant that still waits for it, or decline it."""
+        try:
+            offer = Offer.decode(message)
+            note = Notification.decode(offer.notification)
+        except Malformed as error:
+            self._drop(sender, "malformed", str(error))
+            return
+        incoming = self._incoming.get(note.grant_id)
+        if incoming is None or not incoming.open:
+            reason: str | None = "unknown_grant"
+        else:
+            reason = incoming.refuses(sender, note)
+        if incoming is None or reason is not None:
+            self._drop(sender, str(reason), f"grant_id={note.grant_id}")
+            self._reads.decline(sender, offer, f"grant {note.grant_id}: {reason}; reserve again")
+        else:
+            incoming.sender = sender
+            self._reads.start(sender, offer, incoming.grant.lease_s)
+
+    def _take_read(self, read: Read) -> Arrival | None:
+        """Take the notification of a read that is over; its failure fails the grant."""
+        if read.error is None:
+            return self._take(read.sender, read.offer.notification)
+        grant_id = Notification.decode(read.offer.notification).grant_id
+        incoming = self._incoming.get(grant_id)
+        return None if incoming is None else self._fail(incoming, read.error)
 
     def _take(self, sender: str, message: bytes) -> Arrival | None:
         """Count a notification, or drop it: then None."""
@@ -106,19 +150,25 @@ class Receiver:
             return None
         return self._count(incoming, sender, note)
 
-    def _count(self, incoming: Incoming, sender: str, note: Notification) -> Arrival:
+    def _count(self, incoming: Incoming, sender: str, note: Notification) -> Arrival | None:
         if not incoming.open:
             return Arrival(note.grant_id, retired=True)
         error = incoming.take(sender, note) or self._verify(incoming.grant, note)
         if error is not None:
-            incoming.open = False
-            self.failed += 1
-            return Arrival(note.grant_id, error=error)
+            return self._fail(incoming, error)
         num_bytes = bytes_of(note.rows, self._specs)
         if not incoming.all_chunks_here:
             return Arrival(note.grant_id, num_bytes=num_bytes)
         del self._incoming[note.grant_id]
         return Arrival(note.grant_id, first_token=incoming.first_token, num_bytes=num_bytes)
+
+    def _fail(self, incoming: Incoming, error: str) -> Arrival | None:
+        """The first error of a grant is its last news."""
+        if not incoming.open:
+            return None
+        incoming.open = False
+        self.failed += 1
+        return Arrival(incoming.grant.grant_id, error=error)
 
     def _verify(self, grant: PageGrant, note: Notification) -> str | None:
         """Which pool's landed rows are not the bytes that were sent, if checksums came along."""

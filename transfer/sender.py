@@ -1,4 +1,4 @@
-"""Sender: writes a request's rows into the pages a decode node granted.
+"""Sender: brings a request's rows into the pages a decode node granted.
 
 The life of a grant here:
 
@@ -13,45 +13,31 @@ The life of a grant here:
 After the first failure, or the end of the lease, nothing more is posted for the grant: a late
 write must never land in pages that decode has given to somebody else. For the same reason an
 abandoned post counts as in flight for another lease: TCP may still deliver what it has taken over,
-and gives up what stays unacknowledged for so long (see nixl_transport.py).
+and gives up what stays unacknowledged for so long (see nixl_transport.py). All of it holds in READ
+mode too, where a post is an offer that decode reads (see offers.py).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 from sluice.cache.pools import Pool
-from sluice.cache.spec import TableSpec
-from sluice.engine.protocol import (
-    IncompatiblePeers,
-    NodeInfo,
-    PageGrant,
-    PageRun,
-    TransferFailed,
-)
-from sluice.transfer.checksum import ChecksumMode, checked_rows, checksum
+from sluice.engine.protocol import IncompatiblePeers, NodeInfo, PageGrant, TransferFailed
+from sluice.transfer.checksum import ChecksumMode
 from sluice.transfer.notification import Notification
+from sluice.transfer.offers import Offers
 from sluice.transfer.outgoing import Chunk, Outgoing, Post, Transfer
+from sluice.transfer.parts import Pages, Part, Parts
 from sluice.transfer.peers import Peer, Peers
-from sluice.transfer.plan import Write, byte_runs
-from sluice.transfer.staging import Convert, Packed, Slot, Staging, needs_packing
-from sluice.transfer.transport import Transport
+from sluice.transfer.plan import Copy
+from sluice.transfer.staging import Convert
+from sluice.transfer.transport import Posts, Transport
 
-STAGING = "*staging"  # the name of its memory at the transport
 STAGING_BYTES = 64 << 20
 
-Pages = Mapping[TableSpec, PageRun]
-
-
-@dataclass(frozen=True)
-class Part:
-    """What one post moves, and the rows of its chunk that must wait for another."""
-
-    rows: Mapping[str, range]
-    later: Mapping[str, range]
-    slot: Slot | None
+TransferMode = Literal["write", "read"]
 
 
 class Sender:
@@ -62,6 +48,7 @@ class Sender:
         transport: Transport,
         pools: Mapping[str, Pool],
         *,
+        mode: TransferMode = "write",
         checksum: ChecksumMode = "off",
         staging_bytes: int = STAGING_BYTES,
         convert: Convert | None = None,
@@ -69,16 +56,18 @@ class Sender:
     ) -> None:
         """Registers the pools at the transport; they stay registered until `close`.
 
-        staging_bytes: taken when a peer's layout asks for it. convert: makes rows of one of a
-        pool's dtypes from rows of another; without it only plain numbers are converted.
+        mode: whether we write the rows, or the peer reads them. staging_bytes: taken when a peer's
+        layout asks for it. convert: makes rows of one of a pool's dtypes from rows of another;
+        without it only plain numbers are converted.
         """
         transport.register(pools)
         self._transport = transport
-        self._pools = dict(pools)
-        self._checksum_mode = checksum
-        self._staging_bytes = staging_bytes
-        self._staging: Staging | None = None
-        self._convert = convert or (lambda rows, source, target: rows)
+        self._posts: Posts = Offers(transport) if mode == "read" else transport
+        self._mode = mode
+        self._specs = {name: pool.spec for name, pool in pools.items()}
+        self._parts = Parts(
+            transport, pools, checksum=checksum, staging_bytes=staging_bytes, convert=convert
+        )
         self._clock = clock
         self._peers = Peers(transport)
         self._outgoing: dict[str, Outgoing] = {}
@@ -104,7 +93,9 @@ class Sender:
         """
         assert grant.grant_id not in self._outgoing, f"grant {grant.grant_id} is open already"
         self._peers.of_grant(grant)
-        self._outgoing[grant.grant_id] = Outgoing(grant, self._clock())
+        self._outgoing[grant.grant_id] = Outgoing(
+            grant, self._clock(), read_by_peer=self._mode == "read"
+        )
 
     def send(
         self,
@@ -127,7 +118,7 @@ class Sender:
         last = end == grant.num_tokens
         assert last == (first_token is not None), "the first token goes with the last chunk"
         outgoing.check(self._clock())
-        candidates = {name: outgoing.rows(pool.spec, end) for name, pool in self._pools.items()}
+        candidates = {name: outgoing.rows(spec, end) for name, spec in self._specs.items()}
         rows = {name: pool_rows for name, pool_rows in candidates.items() if pool_rows}
         if rows or last:
             outgoing.queue.append(Chunk(rows, pages, first_token))
@@ -142,8 +133,8 @@ class Sender:
         self._abandon_overdue(now)  # first: polling a transport moves on what it has queued
         transfers = []
         for outgoing in self._outgoing.values():
-            over, completed = outgoing.settle(self._transport, now)
-            self._give_back(over)
+            over, completed = outgoing.settle(self._posts, now)
+            self._give_back(outgoing, over, now)
             transfers += completed
         for outgoing in self._outgoing.values():
             self._post_queued(outgoing)
@@ -164,7 +155,9 @@ class Sender:
     def close_grant(self, grant_id: str) -> None:
         """End of the grant here; nothing of it may be in flight. Unknown ids are ignored."""
         assert not self.in_flight(grant_id), f"grant {grant_id} still has writes in flight"
-        self._outgoing.pop(grant_id, None)
+        outgoing = self._outgoing.pop(grant_id, None)
+        for slot in outgoing.stranded if outgoing else ():
+            self._parts.free(slot)
 
     def close(self) -> None:
         """Give up everything and close the transport."""
@@ -173,54 +166,19 @@ class Sender:
 
     def _load(self, info: NodeInfo) -> None:
         """Connect, and find out which of the peer's pools are packed for it."""
-        targets = {spec.name: spec for spec in info.specs}
-        slot_bytes = Staging.slot_bytes_of(self._staging_bytes)
-        pairs = [(pool.spec, targets[name]) for name, pool in self._pools.items()]
-        packed = [t for s, t in pairs if needs_packing(s, t, slot_bytes)]
-        for target in packed:
-            if target.page_bytes > slot_bytes:
-                raise IncompatiblePeers(
-                    f"pool {target.name}: rows become {target.dtype} for {info.node_id}, in pages "
-                    f"of {target.page_bytes} bytes, and a slot of staging memory has {slot_bytes}; "
-                    f"set transfer.staging_bytes to {Staging.bytes_for(target.page_bytes)} or more"
-                )
-        if packed and self._staging is None:
-            device = next(iter(self._pools.values())).spec.device
-            self._staging = Staging(self._staging_bytes, device)
-            self._transport.stage(STAGING, self._staging.memory)
-        self._peers.connect(info, packed=frozenset(spec.name for spec in packed))
+        self._peers.connect(info, packed=self._parts.packed_for(info))
 
     def _post_queued(self, outgoing: Outgoing) -> None:
         """Post what waits, as far as staging memory reaches. A failure ends the grant."""
         try:
             while outgoing.queue:
                 peer = self._usable_peer(outgoing.grant)
-                part = self._next_part(peer, outgoing.queue[0])
+                part = self._parts.next_of(outgoing.queue[0], peer)
                 if part is None:
                     return
                 self._post(outgoing, peer, part)
         except TransferFailed as error:
             outgoing.fail(error)
-
-    def _next_part(self, peer: Peer, chunk: Chunk) -> Part | None:
-        """As much of the chunk as can be posted at once; None if a slot must come free first."""
-        packed = [name for name in chunk.rows if name in peer.packed]
-        if not packed:
-            return Part(chunk.rows, {}, None)
-        assert self._staging is not None, "a peer with packed pools brings staging memory"
-        slot = self._staging.take()
-        if slot is None:
-            return None
-        rows = {name: r for name, r in chunk.rows.items() if name not in peer.packed}
-        later = {}
-        for name in packed:
-            wanted = chunk.rows[name]
-            fitting = slot.reserve(peer.specs[name], wanted)
-            if fitting:
-                rows[name] = fitting
-            if fitting.stop < wanted.stop:
-                later[name] = range(fitting.stop, wanted.stop)
-        return Part(rows, later, slot)
 
     def _post(self, outgoing: Outgoing, peer: Peer, part: Part) -> None:
         """Post a part of the first chunk that waits."""
@@ -229,25 +187,23 @@ class Sender:
             outgoing.queue.appendleft(Chunk(part.later, chunk.pages, chunk.first_token))
         token = None if part.later else chunk.first_token
         try:
-            packed, writes = self._writes(outgoing.grant, peer, part, chunk.pages)
-            note = self._notification(outgoing, part.rows, chunk.pages, packed, token)
+            copies, checksums = self._parts.lay_out(part, outgoing.grant, peer, chunk.pages)
+            note = self._notification(outgoing, part.rows, checksums, token)
             now = self._clock()
             outgoing.check(now)  # again: planning and checksums take time
-            handle = self._handle(peer, writes, note)
+            handle = self._handle(peer, copies, note)
         except TransferFailed:
-            self._free(part.slot)
+            self._parts.free(part.slot)
             raise
         traffic = {
-            write.target: outgoing.count(
-                peer.specs[write.target], part.rows[write.target], write.runs
-            )
-            for write in writes
+            copy.target: outgoing.count(peer.specs[copy.target], part.rows[copy.target], copy.runs)
+            for copy in copies
         }
         outgoing.posted(Post(handle, peer, now, traffic, part.slot))
 
-    def _handle(self, peer: Peer, writes: Sequence[Write], note: Notification) -> int:
+    def _handle(self, peer: Peer, copies: Sequence[Copy], note: Notification) -> int:
         try:
-            return self._transport.post(peer.transport_id, writes, note.encode())
+            return self._posts.post(peer.transport_id, copies, note.encode())
         except TransferFailed:
             peer.broken = True
             raise
@@ -263,29 +219,11 @@ class Sender:
             raise TransferFailed(f"{grant.node_id} cannot be reached again: {error}") from error
         return self._peers.of_grant(grant)
 
-    def _writes(
-        self, grant: PageGrant, peer: Peer, part: Part, pages: Pages
-    ) -> tuple[dict[str, Packed], list[Write]]:
-        """Pack what must be; from where to where the rows of every pool are to be written."""
-        packed, writes = {}, []
-        for name, rows in part.rows.items():
-            pool, target = self._pools[name], peer.specs[name]
-            here, there = pages[pool.spec.table], _target_run(grant, peer, name)
-            if name in peer.packed:
-                assert part.slot is not None, "packed rows need a slot"
-                packed[name] = part.slot.pack(pool, here, target, there, rows, self._convert)
-                writes.append(Write(STAGING, name, packed[name].runs))
-            else:
-                runs = byte_runs(pool.spec, here, target, there, rows)
-                writes.append(Write(name, name, runs))
-        return packed, writes
-
     def _notification(
         self,
         outgoing: Outgoing,
         rows: Mapping[str, range],
-        pages: Pages,
-        packed: Mapping[str, Packed],
+        checksums: Mapping[str, str],
         first_token: int | None,
     ) -> Notification:
         return Notification(
@@ -295,28 +233,15 @@ class Sender:
             last=first_token is not None,
             rows=rows,
             first_token=first_token,
-            sampled=self._checksum_mode == "sample",
-            checksums=dict(self._checksums(rows, pages, packed)),
+            sampled=self._parts.checksum_mode == "sample",
+            checksums=checksums,
         )
-
-    def _checksums(
-        self, rows: Mapping[str, range], pages: Pages, packed: Mapping[str, Packed]
-    ) -> Iterator[tuple[str, str]]:
-        """Of what is written: of packed rows as the target has them."""
-        if self._checksum_mode == "off":
-            return
-        for name, pool_rows in rows.items():
-            pool = self._pools[name]
-            run = pages[pool.spec.table]
-            if name in packed:
-                pool, run = packed[name].pool, packed[name].run
-            yield name, checksum(pool, run, checked_rows(pool_rows, self._checksum_mode))
 
     def _to(self, node_id: str) -> list[Outgoing]:
         return [out for out in self._outgoing.values() if out.grant.node_id == node_id]
 
     def _abandon_overdue(self, now: float) -> None:
-        """Cut the connections on which a write has outlasted its lease.
+        """Cut the connections on which a transfer has outlasted its lease.
 
         The node at the other end is frozen or cut off, or we were: what the transport has queued
         would be written whenever that ends, into pages that may be somebody else's by then.
@@ -330,35 +255,25 @@ class Sender:
     def _abandon(self, outgoing: Outgoing, now: float) -> None:
         grant = outgoing.grant
         reason = (
-            f"a write to {grant.node_id} has not ended within the lease of {grant.lease_s} s; "
+            f"a transfer to {grant.node_id} has not ended within the lease of {grant.lease_s} s; "
             "is the node frozen or cut off?"
         )
-        posts = outgoing.give_up(self._transport, reason)
-        outgoing.silent_at = now + grant.lease_s
-        self._give_back(posts)
+        posts = outgoing.give_up(self._posts, reason, now)
+        self._give_back(outgoing, posts, now)
+        outgoing.silent_at = max(outgoing.silent_at, now + grant.lease_s)
         for post in posts:
             post.peer.broken = True
             self._transport.disconnect(post.peer.transport_id)
 
     def _give_up(self, node_id: str, reason: str) -> None:
+        now = self._clock()
         for outgoing in self._to(node_id):
-            self._give_back(outgoing.give_up(self._transport, reason))
+            self._give_back(outgoing, outgoing.give_up(self._posts, reason, now), now)
 
-    def _give_back(self, posts: Sequence[Post]) -> None:
+    def _give_back(self, outgoing: Outgoing, posts: Sequence[Post], now: float) -> None:
+        """Free the posts' slots, or leave them as they are while a peer may read them."""
         for post in posts:
-            self._free(post.slot)
-
-    def _free(self, slot: Slot | None) -> None:
-        if slot is not None:
-            assert self._staging is not None, "slots come from staging memory"
-            self._staging.give_back(slot)
-
-
-def _target_run(grant: PageGrant, peer: Peer, name: str) -> PageRun:
-    table = peer.specs[name].table
-    if table not in grant.pages:
-        raise TransferFailed(
-            f"grant {grant.grant_id}: it lists no pages for pool {name} although "
-            f"{grant.node_id} has that pool; reserve again"
-        )
-    return grant.pages[table]
+            if post.slot is not None and self._mode == "read" and now < outgoing.silent_at:
+                outgoing.stranded.append(post.slot)
+            else:
+                self._parts.free(post.slot)

@@ -157,22 +157,42 @@ def _fill(
 ) -> None:
     """Copy rows into `pages` of the target's layout, the first of which is logical page `first`.
 
-    On a device the copies are over when this returns: a transfer reads the memory at once.
+    What else lies in those pages is left undefined. On a device the copies are over when this
+    returns: a transfer reads the memory at once.
     """
     spec = source.spec
     check_held(spec, source_run, rows, "source")
-    converted = None
-    if spec.dtype != target.dtype:
+    if spec.dtype == target.dtype:
+        _gather(pages, first, source, source_run, target, rows)
+    else:
         converted = convert(rows_of(source, source_run, rows), spec, target)
-    edges = page_borders(rows, (spec.rows_per_page, target.rows_per_page)).tolist()
-    for start, end in pairwise(edges):
-        offset = start % target.rows_per_page
-        there = pages[start // target.rows_per_page - first, :, offset : offset + end - start]
-        if converted is not None:
+        for start, end in pairwise(page_borders(rows, (target.rows_per_page,)).tolist()):
+            offset = start % target.rows_per_page
+            there = pages[start // target.rows_per_page - first, :, offset : offset + end - start]
             there.copy_(converted[start - rows.start : end - rows.start].transpose(0, 1))
-        else:
-            page = source_run.pages[start // spec.rows_per_page - source_run.first]
-            offset = start % spec.rows_per_page
-            there.copy_(source.tensor[page, :, offset : offset + end - start])
     if pages.is_cuda:
         torch.cuda.current_stream(pages.device).synchronize()
+
+
+def _gather(
+    pages: Tensor, first: int, source: Pool, source_run: PageRun, target: PoolSpec, rows: range
+) -> None:
+    """Fill `pages` in one go, with pieces of one layer that no page border of either side cuts.
+
+    A loop over pages takes 5 ms for 32,768 tokens of V4-Flash in pages of half the size, this
+    takes 2. Pieces without any of `rows` get those of the first: nobody reads them.
+    """
+    spec = source.spec
+    piece_rows = math.gcd(spec.rows_per_page, target.rows_per_page)
+    offsets = torch.arange(0, target.rows_per_page, piece_rows)
+    start = torch.arange(len(pages))[:, None] * target.rows_per_page + offsets
+    start += first * target.rows_per_page  # [num_pages, pieces per page], the first row of each
+    lowest = rows.start // piece_rows * piece_rows
+    start[(start < lowest) | (start >= rows.stop)] = lowest
+    held = torch.tensor(source_run.pages)[start // spec.rows_per_page - source_run.first]
+    layers = torch.arange(len(spec.layers))[:, None]
+    piece = (held[:, None] * len(layers) + layers) * (spec.rows_per_page // piece_rows)
+    piece += (start % spec.rows_per_page // piece_rows)[:, None]  # [num_pages, num_layers, pieces]
+    piece_shape = (-1, piece_rows * math.prod(spec.page_shape[2:]))
+    index = piece.flatten().to(pages.device)
+    torch.index_select(source.tensor.view(piece_shape), 0, index, out=pages.view(piece_shape))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from sluice.cache.pools import Pool
 from sluice.engine.protocol import ConfigError
-from sluice.transfer.plan import Write
+from sluice.transfer.plan import Copy
 
 if TYPE_CHECKING:
     import torch
@@ -23,32 +23,10 @@ if TYPE_CHECKING:
 Handle = int  # names a posted transfer at the transport that returned it
 
 
-class Transport(Protocol):
-    """One agent: registered pools here, known peers, writes in flight."""
+class Posts(Protocol):
+    """How rows get to a peer: a transport writes them, Offers has them read."""
 
-    name: str
-
-    def register(self, pools: Mapping[str, Pool]) -> None:
-        """Make the pools readable for `post` and writable by peers. Once, before `address`."""
-        ...
-
-    def address(self) -> bytes:
-        """What a peer needs to connect: opaque, also in another process or on another host."""
-        ...
-
-    def connect(self, address: bytes) -> str:
-        """Make a peer's pools writable; returns the peer's id. Raises IncompatiblePeers."""
-        ...
-
-    def disconnect(self, peer: str) -> None:
-        """Forget a peer; unknown ids are ignored. Abandon what is in flight to it first."""
-        ...
-
-    def stage(self, name: str, memory: torch.Tensor) -> None:
-        """Make more memory (uint8) readable for `post`, under a name that no pool has."""
-        ...
-
-    def post(self, peer: str, writes: Sequence[Write], notification: bytes) -> Handle:
+    def post(self, peer: str, writes: Sequence[Copy], notification: bytes) -> Handle:
         """Start writing; the notification arrives after all bytes have.
 
         Does not wait. Source memory must stay as it is until `poll` says so. Raises
@@ -65,6 +43,45 @@ class Transport(Protocol):
 
     def abandon(self, handle: Handle) -> None:
         """Give up a transfer whatever its state; its peer must be forgotten next."""
+        ...
+
+
+class Transport(Posts, Protocol):
+    """One agent: registered pools here, known peers, transfers in flight."""
+
+    name: str
+
+    def register(self, pools: Mapping[str, Pool]) -> None:
+        """Make the pools readable and writable, here and by peers. Once, before `address`."""
+        ...
+
+    def address(self) -> bytes:
+        """What a peer needs to connect: opaque, also in another process or on another host.
+
+        Staged memory is in it from `stage` on.
+        """
+        ...
+
+    def connect(self, address: bytes) -> str:
+        """Reach a peer's pools; returns the peer's id, its name. Raises IncompatiblePeers.
+
+        A newer address of a connected peer adds what it has staged since.
+        """
+        ...
+
+    def disconnect(self, peer: str) -> None:
+        """Forget a peer; unknown ids are ignored. Abandon what is in flight to it first."""
+        ...
+
+    def stage(self, name: str, memory: torch.Tensor) -> None:
+        """Make more memory (uint8) readable, under a name that no pool has."""
+        ...
+
+    def read(self, peer: str, reads: Sequence[Copy], notification: bytes) -> Handle:
+        """Start reading from the peer's memory into our pools; then the peer gets the notification.
+
+        Otherwise like `post`.
+        """
         ...
 
     def notifications(self) -> list[tuple[str, bytes]]:

@@ -133,8 +133,8 @@ def until(condition):
         time.sleep(0.05)
 
 
-@pytest.fixture(scope="module")
-def cluster():
+@pytest.fixture(scope="module", params=["write", "read"])
+def cluster(request):
     if reason := why_unavailable():
         pytest.skip(reason)
     with contextlib.ExitStack() as stack:
@@ -145,7 +145,7 @@ def cluster():
         hub = stack.enter_context(contextlib.closing(Hub(*hosts)))
         start_ray(hosts, files)
         a = hosts[0]
-        config = write_config(a, files)
+        config = write_config(a, files, mode=request.param)
         sluice = (sys.executable, "-m", "sluice.deploy.cli")
         a.run(*sluice, "up", config, "--detach", env=environment(files))
         stack.callback(a.run, *sluice, "down", env=environment(files))
@@ -177,7 +177,7 @@ def start_ray(hosts, files):
         host.run(*start, *where, *options, env=environment(files))
 
 
-def write_config(a, files):
+def write_config(a, files, mode):
     config = yaml.safe_load((ROOT / "deploy/configs/local.yaml").read_text())
     config["model"]["path"] = str(ROOT / "deploy/models/tiny-v4")
     config["prefill"]["replicas"] = 2
@@ -187,6 +187,7 @@ def write_config(a, files):
     config["router"]["prefill_policy"] = "round_robin"
     config["router"]["host"] = a.address
     config["transfer"] = {
+        "mode": mode,
         "lease_s": LEASE_S,
         "checksum": "full",
         # These hosts share a kernel; without it UCX would find their memory shared too.

@@ -1,6 +1,6 @@
 """Aborts at random moments under load: what goes on beside them never notices.
 
-NODE_ABORTS=10000 pytest tests/nodes/test_aborts.py     for a long run
+NODE_ABORTS=10000 pytest -o timeout=0 tests/nodes/test_aborts.py     for a long run
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-NUM_ABORTS = int(os.environ.get("NODE_ABORTS", "120"))
+NUM_ABORTS = int(os.environ.get("NODE_ABORTS", "60"))
 VICTIMS = 2  # aborted beside each request that is left to finish
 LENGTHS = (1, 31, 48, 49, 96, 130, 200, 300)
 MOMENTS_S = (0, 0, 0.001, 0.003, 0.01, 0.03)
@@ -41,11 +41,19 @@ class OverNixl:
         self.pair.decode.release(grant.grant_id)
 
 
+@pytest.fixture(params=["write", "read"])
+def mode(request):
+    return request.param
+
+
 @pytest.fixture(params=["local", "nixl"])
-def side(request, tiny_checkpoint, config_of, start_local, start_pair):
+def side(request, mode, tiny_checkpoint, config_of, start_local, start_pair):
     # Few pages, so that aborted requests' pages go straight to others.
     config = config_of(
-        tiny_checkpoint, prefill={"cache_bytes": 3 << 20}, decode={"cache_bytes": 3 << 20}
+        tiny_checkpoint,
+        prefill={"cache_bytes": 3 << 20},
+        decode={"cache_bytes": 3 << 20},
+        transfer={"mode": mode},
     )
     return Local(start_local(config)) if request.param == "local" else OverNixl(start_pair(config))
 

@@ -22,6 +22,11 @@ def pair(config, start_pair):
 
 
 @pytest.fixture(scope="module")
+def reading_pair(tiny_checkpoint, config_of, start_pair):
+    return start_pair(config_of(tiny_checkpoint, transfer={"mode": "read"}))
+
+
+@pytest.fixture(scope="module")
 def single(config, single_of):
     return single_of(config)
 
@@ -43,6 +48,13 @@ def test_tokens_and_bytes_are_equal_around_every_boundary(num_tokens, pair, sing
 def test_tokens_and_bytes_are_equal_at_random_lengths(pair, single, make_request):
     for seed, num_tokens in enumerate(RANDOM_LENGTHS):
         same(pair, single, make_request(num_tokens, vocab_size=512, seed=seed, max_tokens=4))
+
+
+@pytest.mark.parametrize("num_tokens", LENGTHS[::3])
+def test_tokens_and_bytes_are_equal_where_decode_reads(
+    num_tokens, reading_pair, single, make_request
+):
+    same(reading_pair, single, make_request(num_tokens, vocab_size=512))
 
 
 def test_seeded_sampling_is_equal_too(pair, single, make_request):

@@ -1,4 +1,4 @@
-"""Every fault in each pool in turn, through both transports: no wrong rows are ever taken as right.
+"""Every fault in each pool in turn, both transports and modes: wrong rows are never taken as right.
 
 After each fault the next request, into the same pages and with other content, must arrive whole.
 """
@@ -13,6 +13,7 @@ import torch
 
 from sluice.engine.protocol import Role, TransferFailed
 from sluice.transfer.local_transport import LocalTransport
+from sluice.transfer.offer import PREFIX, Offer
 from sluice.transfer.plan import ByteRuns, rows_to_receive
 
 POOLS = ["history", "index", "window", "state", "sums"]
@@ -81,10 +82,17 @@ def faulty(transport):
         pool = ""
 
         def post(self, peer, writes, notification):
-            if self.fault is not None:
-                writes, note = self.fault(writes, json.loads(notification), self.pool)
-                notification = json.dumps(note).encode()
+            if self.fault is not None and notification.startswith(PREFIX):
+                offer = Offer.decode(notification)
+                copies, note = self._faulty(offer.copies, offer.notification)
+                notification = dataclasses.replace(offer, copies=copies, notification=note).encode()
+            elif self.fault is not None:
+                writes, notification = self._faulty(writes, notification)
             return super().post(peer, writes, notification)
+
+        def _faulty(self, copies, notification):
+            copies, note = self.fault(copies, json.loads(notification), self.pool)
+            return copies, json.dumps(note).encode()
 
     return Faulty
 
@@ -101,10 +109,11 @@ def make_transport(request):
     return maker(nixl), maker(faulty(nixl))
 
 
+@pytest.mark.parametrize("mode", ["write", "read"])
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_fault_in_any_pool_fails_the_grant_and_nothing_else(toy, make_transport, fault):
+def test_a_fault_in_any_pool_fails_the_grant_and_nothing_else(toy, make_transport, fault, mode):
     sound, broken = make_transport
-    source = toy.local(Role.PREFILL, seed=1, kind=broken, checksum="full")
+    source = toy.local(Role.PREFILL, seed=1, kind=broken, checksum="full", mode=mode)
     target = toy.local(Role.DECODE, seed=2, kind=sound)
     source.end.connect(source.info, target.info)
     for number, pool in enumerate(POOLS):

@@ -1,4 +1,4 @@
-"""Any role layout to any other: page sizes, dtypes and packed formats, through both transports."""
+"""Any role layout to any other: page sizes, dtypes, packed formats; both transports and modes."""
 
 import itertools
 import random
@@ -102,14 +102,28 @@ def read(side, name, runs, rows):
     return pool.tensor[pages, :, [row % size for row in rows]]
 
 
-@pytest.mark.parametrize("kind", [LocalTransport, over_nixl], ids=["local", "nixl"])
+KINDS = pytest.mark.parametrize("kind", [LocalTransport, over_nixl], ids=["local", "nixl"])
+
+
+@KINDS
 @pytest.mark.parametrize("group", range(10))
 def test_rows_arrive_as_the_target_stores_them(toy, group, kind):
     """20 pairs of layouts a group: 200 for each transport."""
+    check_layouts(toy, group, kind, mode="write")
+
+
+@KINDS
+@pytest.mark.parametrize("group", range(2))
+def test_rows_are_read_as_the_target_stores_them(toy, group, kind):
+    check_layouts(toy, group, kind, mode="read")
+
+
+def check_layouts(toy, group, kind, mode):
     for number in range(20):
         rng = random.Random(100 * group + number)
-        mode = rng.choice(["off", "sample", "full"])
-        source, target = make_pair(toy, random_layout(rng), random_layout(rng), kind, checksum=mode)
+        layouts = random_layout(rng), random_layout(rng)
+        checksum = rng.choice(["off", "sample", "full"])
+        source, target = make_pair(toy, *layouts, kind, checksum=checksum, mode=mode)
         for num_tokens in rng.sample(range(1, MAX_TOKENS), 2):
             runs, grant = deliver(toy, source, target, rng, num_tokens)
             check_rows(source, runs, target, grant)
@@ -117,12 +131,12 @@ def test_rows_arrive_as_the_target_stores_them(toy, group, kind):
         target.end.close()
 
 
-def test_what_has_no_room_in_staging_memory_waits_for_a_slot(toy):
+@pytest.mark.parametrize("mode", ["write", "read"])
+def test_what_has_no_room_in_staging_memory_waits_for_a_slot(toy, mode):
     target_specs = tuple(spec_with(s, 1, s.dtype) for s in SPECS)
     largest = max(spec.page_bytes for spec in target_specs)
-    source, target = make_pair(
-        toy, SPECS, target_specs, staging_bytes=Staging.bytes_for(largest), checksum="full"
-    )
+    options = {"staging_bytes": Staging.bytes_for(largest), "checksum": "full", "mode": mode}
+    source, target = make_pair(toy, SPECS, target_specs, **options)
     runs, grant = deliver(toy, source, target, random.Random(1), 250)
     check_rows(source, runs, target, grant)
 

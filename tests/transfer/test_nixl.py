@@ -25,7 +25,7 @@ from sluice.engine.protocol import (
     TransferFailed,
 )
 from sluice.transfer.nixl_memory import Batch, Region, batches
-from sluice.transfer.plan import ByteRuns, Write, rows_to_receive
+from sluice.transfer.plan import ByteRuns, Copy, rows_to_receive
 
 nixl_transport = pytest.importorskip("sluice.transfer.nixl_transport")
 NUM_PAGES = 40
@@ -36,9 +36,16 @@ def over_nixl(name):
     return nixl_transport.NixlTransport(f"{name}.{uuid.uuid4().hex[:8]}", "UCX", {})
 
 
+@pytest.fixture(params=["write", "read"])
+def mode(request):
+    """For the tests that ask for it; the others write."""
+    return request.param
+
+
 @pytest.fixture
-def source(toy):
-    side = toy.local(Role.PREFILL, seed=1, kind=over_nixl)
+def source(toy, request):
+    mode = request.getfixturevalue("mode") if "mode" in request.fixturenames else "write"
+    side = toy.local(Role.PREFILL, seed=1, kind=over_nixl, mode=mode)
     yield side
     side.end.close()
 
@@ -120,13 +127,13 @@ def deliver_to_host(toy, source, host, grant):
 
 
 @pytest.mark.parametrize("layout", [{}, RELAID])
-def test_two_agents_in_one_process_move_bytes(toy, source, layout):
+def test_two_agents_in_one_process_move_bytes(toy, mode, source, layout):
     target = toy.local(Role.DECODE, toy.relaid(toy.SPECS, **layout), seed=2, kind=over_nixl)
     source.end.connect(source.info, target.info)
     grant = target.grant(77)
     target.end.expect(grant)
     runs = toy.deliver(source, grant, [30, 77])
-    polled = toy.wait_for(lambda p: any(getattr(i, "first_token", None) for i in p), target, source)
+    polled = toy.wait_for(lambda p: any(getattr(i, "first_token", None) for i in p), source, target)
     assert polled[-1].first_token == 42
     for spec in toy.SPECS:
         for row in rows_to_receive(spec, 77):
@@ -135,7 +142,7 @@ def test_two_agents_in_one_process_move_bytes(toy, source, layout):
     target.end.close()
 
 
-def test_two_processes_move_bytes_and_a_restarted_peer_goes_on(toy, source, start_host):
+def test_two_processes_move_bytes_and_a_restarted_peer_goes_on(toy, mode, source, start_host):
     host = start_host(toy.relaid(toy.SPECS, **RELAID))
     source.end.connect(source.info, host.info)
     for number, num_tokens in enumerate([5, 32, 77]):
@@ -154,7 +161,9 @@ def test_two_processes_move_bytes_and_a_restarted_peer_goes_on(toy, source, star
     assert deliver_to_host(toy, source, host, host.grant(50)).first_token == 42
 
 
-def test_a_frozen_peer_fails_the_request_at_its_lease_and_is_loaded_again(toy, source, start_host):
+def test_a_frozen_peer_fails_the_request_at_its_lease_and_is_loaded_again(
+    toy, mode, source, start_host
+):
     host = start_host()
     source.end.connect(source.info, host.info)
     deliver_to_host(toy, source, host, host.grant(40, grant_id="warm"))
@@ -202,6 +211,13 @@ def test_tcp_gives_up_bytes_that_stay_unacknowledged(toy):
     assert {1499, 1500} & set(limits_ms)  # UCX rounds down
 
 
+def test_the_transports_that_ucx_chooses_are_printed_at_start(capfd):
+    name = f"node.{uuid.uuid4().hex[:8]}"
+    nixl_transport.NixlTransport(name, "UCX", {"engine_config": "TLS=tcp"}, max_silence_s=5).close()
+    printed = capfd.readouterr()
+    assert any(f"{name} self cfg" in line and "tcp/" in line for line in printed.out.splitlines())
+
+
 def tcp_user_timeouts_ms():
     """Of this process's connections."""
     for descriptor in Path("/proc/self/fd").iterdir():
@@ -240,14 +256,18 @@ def test_a_post_without_runs_still_notifies(toy, source):
     target.end.close()
 
 
-def test_pools_in_several_kinds_of_memory_notify_once_after_the_last(toy, source, monkeypatch):
+def test_pools_in_several_kinds_of_memory_notify_once_after_the_last(
+    toy, mode, source, monkeypatch
+):
     whole = nixl_transport.batches
 
     def one_by_one(*arguments):
         """As if every run were between memories of its own kinds."""
-        [batch] = whole(*arguments)
-        pairs = zip(batch.source, batch.target, strict=True)
-        return [Batch("DRAM", here[None], "DRAM", there[None]) for here, there in pairs]
+        return [
+            Batch("DRAM", here[None], "DRAM", there[None])
+            for batch in whole(*arguments)
+            for here, there in zip(batch.source, batch.target, strict=True)
+        ]
 
     monkeypatch.setattr(nixl_transport, "batches", one_by_one)
     target = toy.local(Role.DECODE, seed=2, kind=over_nixl)
@@ -267,7 +287,7 @@ def test_a_descriptor_list_has_one_kind_of_memory():
     runs = ByteRuns(*(np.array(column) for column in ([0, 8], [8, 0], [4, 4])))
     here = {name: Region(100, 16, kind, 0) for name, kind in (("a", "VRAM"), ("b", "DRAM"))}
     there = {name: Region(500, 16, "DRAM", 0) for name in here}
-    found = batches([Write(name, name, runs) for name in here], here, there)
+    found = batches([Copy(name, name, runs) for name in here], here, there)
     assert [(batch.source_kind, batch.target_kind) for batch in found] == [
         ("VRAM", "DRAM"),
         ("DRAM", "DRAM"),

@@ -29,14 +29,15 @@ def check_bytes(source, source_runs, target, grant, before):
         assert torch.equal(pool.tensor, before[name]), f"{name}: other rows changed"
 
 
+@pytest.mark.parametrize("mode", ["write", "read"])
 @pytest.mark.parametrize("layout", [{}, RELAID])
 @pytest.mark.parametrize("num_tokens", [1, 3, 4, 5, 15, 16, 17, 31, 32, 33, 64, 77])
-def test_every_wanted_row_arrives_and_nothing_else_changes(toy, layout, num_tokens):
-    source, target = toy.pair(toy.relaid(toy.SPECS, **layout))
+def test_every_wanted_row_arrives_and_nothing_else_changes(toy, layout, num_tokens, mode):
+    source, target = toy.pair(toy.relaid(toy.SPECS, **layout), mode=mode)
     grant, before = target.grant(num_tokens), target.bytes()
     target.end.expect(grant)
     runs = toy.deliver(source, grant, [*range(13, num_tokens, 13), num_tokens])
-    [arrival] = complete(target.end.poll())
+    [arrival] = complete(toy.wait_for(complete, target))
     assert (arrival.grant_id, arrival.first_token) == ("grant", 42)
     check_bytes(source, runs, target, grant, before)
 

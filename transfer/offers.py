@@ -1,0 +1,83 @@
+"""Offers: the prefill side of READ mode. Rows are offered, decode reads and answers."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sluice.engine.protocol import TransferFailed
+from sluice.transfer.notification import Malformed
+from sluice.transfer.offer import Answer, Offer
+from sluice.transfer.plan import Copy
+from sluice.transfer.transport import Handle, Transport
+
+log = logging.getLogger(__name__)
+
+
+class Declined(TransferFailed):
+    """The peer will not read, or could not: the connection is sound and our memory is free."""
+
+
+@dataclass
+class _Offered:
+    peer: str
+    sending: Handle | None
+    answer: Answer | None = None
+
+
+class Offers:
+    """Posts by letting the peer read; see Posts in transport.py.
+
+    Source memory must stay as it is until the answer. Without one, because the connection broke or
+    was given up, the peer may still be reading: see UNHEARD_LEASES.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._offered: dict[Handle, _Offered] = {}
+        self._numbers = itertools.count(1)
+
+    def post(self, peer: str, writes: Sequence[Copy], notification: bytes) -> Handle:
+        number = next(self._numbers)
+        offer = Offer(number, self._transport.address(), writes, notification)
+        self._offered[number] = _Offered(peer, self._transport.post(peer, [], offer.encode()))
+        return number
+
+    def poll(self, handle: Handle) -> bool:
+        """Raises Declined if that is the answer, TransferFailed if the offer may have been lost."""
+        self._take_answers()
+        offered = self._offered[handle]
+        if offered.sending is not None:
+            self._send_on(handle, offered.sending)
+        if offered.answer is None or offered.sending is not None:
+            return False
+        del self._offered[handle]
+        if offered.answer.error is not None:
+            raise Declined(f"peer {offered.peer}: {offered.answer.error}")
+        return True
+
+    def abandon(self, handle: Handle) -> None:
+        offered = self._offered.pop(handle)
+        if offered.sending is not None:
+            self._transport.abandon(offered.sending)
+
+    def _send_on(self, handle: Handle, sending: Handle) -> None:
+        try:
+            if self._transport.poll(sending):
+                self._offered[handle].sending = None
+        except TransferFailed:
+            del self._offered[handle]
+            raise
+
+    def _take_answers(self) -> None:
+        for sender, message in self._transport.notifications():
+            try:
+                answer = Answer.decode(message)
+            except Malformed as error:
+                log.warning("event=answer_dropped peer=%s error=%s", sender, error)
+                continue
+            offered = self._offered.get(answer.number)
+            if offered is not None and offered.peer == sender:
+                offered.answer = answer

@@ -1,0 +1,147 @@
+"""Reads: the decode side of READ mode. Copies what prefill nodes offer, and answers them.
+
+offer ──► in flight ──► over, and the sender told with the last byte
+             │ failure, or a lease over
+             ▼
+            cut: all that is read from that sender fails, and it is told on a new connection
+
+A read counts only if it ends within a lease of its offer's arrival: for so long, and longer, the
+sender keeps its pages as they are (see Outgoing).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sluice.engine.protocol import IncompatiblePeers, TransferFailed
+from sluice.transfer.offer import Answer, Offer
+from sluice.transfer.transport import Handle, Transport
+
+log = logging.getLogger(__name__)
+
+# A sender without an offer for so long is disconnected when a new one comes: it may have been
+# restarted under another name. If not, its next offer connects it again.
+FORGET_AFTER_S = 300.0
+
+
+@dataclass(frozen=True)
+class Read:
+    """A read that is over: its notification is to be taken, unless there is an error."""
+
+    sender: str
+    offer: Offer
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class _Posted:
+    """In flight to a sender: a read, or an answer alone."""
+
+    handle: Handle
+    sender: str
+    read: Read | None
+    deadline: float  # seconds of the reads' clock
+
+
+class Reads:
+    """What is being read, and from whom. Belongs to the receiver's thread.
+
+    Senders are connected by the addresses in their offers.
+    """
+
+    def __init__(self, transport: Transport, clock: Callable[[], float] = time.monotonic) -> None:
+        self._transport = transport
+        self._clock = clock
+        self._posted: list[_Posted] = []
+        self._over: list[Read] = []
+        self._addresses: dict[str, bytes] = {}
+        self._heard_at: dict[str, float] = {}
+
+    def start(self, sender: str, offer: Offer, lease_s: float) -> None:
+        """Begin to copy; `poll` reports the end, also if this fails at once."""
+        deadline = self._clock() + lease_s
+        try:
+            self._connect(sender, offer.address)
+            handle = self._transport.read(sender, offer.copies, Answer(offer.number).encode())
+        except (TransferFailed, IncompatiblePeers) as error:
+            self._cut(sender, str(error), Read(sender, offer, str(error)))
+        else:
+            self._posted.append(_Posted(handle, sender, Read(sender, offer), deadline))
+
+    def decline(self, sender: str, offer: Offer, error: str) -> None:
+        """Tell the sender that its offer is not read; if it cannot be told, it has its lease."""
+        try:
+            self._connect(sender, offer.address)
+            handle = self._transport.post(sender, [], Answer(offer.number, error).encode())
+        except (TransferFailed, IncompatiblePeers) as failure:
+            log.warning("event=answer_lost peer=%s error=%s", sender, failure)
+        else:
+            self._posted.append(_Posted(handle, sender, None, float("inf")))
+
+    def poll(self) -> list[Read]:
+        """Reads that are over since the last call.
+
+        Those that have outlasted their lease are cut off first: we may have been frozen, and
+        polling a transport moves on what it has queued.
+        """
+        now = self._clock()
+        for sender in {posted.sender for posted in self._posted if now >= posted.deadline}:
+            self._cut(sender, "a read has not ended within the lease; is its node frozen?")
+        for posted in list(self._posted):
+            if posted in self._posted:  # still: a failure cuts off others
+                self._settle(posted)
+        over, self._over = self._over, []
+        return over
+
+    def _settle(self, posted: _Posted) -> None:
+        try:
+            if not self._transport.poll(posted.handle):
+                return
+            self._posted.remove(posted)
+            if posted.read is not None:
+                self._over.append(posted.read)
+        except TransferFailed as error:
+            self._posted.remove(posted)
+            self._cut(posted.sender, str(error), posted.read)
+
+    def _cut(self, sender: str, error: str, failed: Read | None = None) -> None:
+        """Give up the connection and every read on it, beside the one that failed already.
+
+        Unlike what a peer writes, nothing of them can land later: it would come to our own end of
+        the connection, which is closed.
+        """
+        lost = [posted for posted in self._posted if posted.sender == sender]
+        self._posted = [posted for posted in self._posted if posted.sender != sender]
+        for posted in lost:
+            self._transport.abandon(posted.handle)
+        self._disconnect(sender)
+        for read in (failed, *(posted.read for posted in lost)):
+            if read is not None:
+                self._over.append(Read(sender, read.offer, error))
+                self.decline(sender, read.offer, error)
+
+    def _connect(self, sender: str, address: bytes) -> None:
+        """Load the sender, if need be. Raises IncompatiblePeers."""
+        now = self._clock()
+        if self._addresses.get(sender) != address:
+            for silent in [s for s, at in self._heard_at.items() if now > at + FORGET_AFTER_S]:
+                self._forget(silent)
+            connected = self._transport.connect(address)
+            if connected != sender:
+                raise IncompatiblePeers(
+                    f"an offer of {sender} brings the address of {connected}, expected its own"
+                )
+            self._addresses[sender] = address
+        self._heard_at[sender] = now
+
+    def _forget(self, sender: str) -> None:
+        if not any(posted.sender == sender for posted in self._posted):
+            self._disconnect(sender)
+
+    def _disconnect(self, sender: str) -> None:
+        self._transport.disconnect(sender)
+        self._addresses.pop(sender, None)
+        self._heard_at.pop(sender, None)
