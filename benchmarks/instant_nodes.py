@@ -13,6 +13,8 @@ from collections.abc import AsyncIterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import uvloop
+
 from sluice.cache.spec import Full, PoolSpec
 from sluice.engine.config import parse_config
 from sluice.engine.protocol import (
@@ -105,7 +107,7 @@ class FixedCluster:
 
 def run_router(told: Connection) -> None:
     """Serve a router over instant nodes on a free port, which is told; a process's whole life."""
-    asyncio.run(_run_router(told))
+    uvloop.run(_run_router(told))
 
 
 async def _run_router(told: Connection) -> None:

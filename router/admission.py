@@ -24,6 +24,7 @@ def make_jobs(
     request_id: str,
     arrived: float,
     grammar: str,
+    traceparent: str,
 ) -> list[Job]:
     """Jobs for `n` answers to each prompt, in the order of their choices' indexes.
 
@@ -57,6 +58,7 @@ def make_jobs(
             ),
             tuple(schema.stop),
             arrived,
+            traceparent,
         )
         for index, (prompt, sampling) in enumerate(requests)
     ]
@@ -95,12 +97,13 @@ def _sampling(
 def check_token_ids(service: RouterService, token_ids: Sequence[int], field: str) -> None:
     """Raises InvalidRequest for a token the model does not have."""
     vocab_size = service.checkpoint.vocab_size
-    for index, token_id in enumerate(token_ids):
-        if not 0 <= token_id < vocab_size:
-            raise InvalidRequest(
-                f"{field}.{index}: token id {token_id}, expected 0 to {vocab_size - 1}",
-                param=field,
-            )
+    if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        return
+    index = next(i for i, token_id in enumerate(token_ids) if not 0 <= token_id < vocab_size)
+    raise InvalidRequest(
+        f"{field}.{index}: token id {token_ids[index]}, expected 0 to {vocab_size - 1}",
+        param=field,
+    )
 
 
 def _check_length(service: RouterService, num_prompt_tokens: int, field: str) -> None:

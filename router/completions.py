@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from fastapi import APIRouter, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from sluice.router.admission import check_json_schema, check_token_ids, make_jobs
 from sluice.router.body import read_body
@@ -34,10 +35,7 @@ LONG_BODY_BYTES = 32 << 10  # above this, encoding takes long enough to hold up 
 T = TypeVar("T")
 
 
-def completion_routes(service: RouterService) -> APIRouter:
-    routes = APIRouter()
-
-    @routes.post("/v1/chat/completions")
+def completion_routes(service: RouterService) -> list[Route]:
     async def chat(request: Request) -> Response:
         arrived = time.monotonic()
         body = await read_body(request)
@@ -59,7 +57,6 @@ def completion_routes(service: RouterService) -> APIRouter:
             service, request, _Asked(body, schema, [prompt], arrived, grammar), choice
         )
 
-    @routes.post("/v1/completions")
     async def complete(request: Request) -> Response:
         arrived = time.monotonic()
         body = await read_body(request)
@@ -77,35 +74,37 @@ def completion_routes(service: RouterService) -> APIRouter:
 
         return await _respond(service, request, _Asked(body, schema, prompts, arrived), choice)
 
-    @routes.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [_model(service)]}
+    async def models(_: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [_model(service)]})
 
-    @routes.get("/v1/models/{name:path}")
-    async def model(name: str) -> dict[str, Any]:
-        service.check_model(name)
-        return _model(service)
+    async def model(request: Request) -> Response:
+        service.check_model(request.path_params["name"])
+        return JSONResponse(_model(service))
 
-    @routes.post("/tokenize")
-    async def tokenize(request: Request) -> dict[str, Any]:
+    async def tokenize(request: Request) -> Response:
         body = await read_body(request)
         schema = parse(TokenizeRequest, body)
         service.check_model(schema.model)
         token_ids = await _encode(body, lambda: _tokenize(service, schema))
-        return {
-            "tokens": token_ids,
-            "count": len(token_ids),
-            "max_model_len": service.checkpoint.max_model_len,
-        }
+        max_model_len = service.checkpoint.max_model_len
+        return JSONResponse(
+            {"tokens": token_ids, "count": len(token_ids), "max_model_len": max_model_len}
+        )
 
-    @routes.post("/detokenize")
-    async def detokenize(request: Request) -> dict[str, str]:
+    async def detokenize(request: Request) -> Response:
         schema = parse(DetokenizeRequest, await read_body(request))
         service.check_model(schema.model)
         check_token_ids(service, schema.tokens, "tokens")
-        return {"prompt": service.encoder.decode(schema.tokens)}
+        return JSONResponse({"prompt": service.encoder.decode(schema.tokens)})
 
-    return routes
+    return [
+        Route("/v1/chat/completions", chat, methods=["POST"]),
+        Route("/v1/completions", complete, methods=["POST"]),
+        Route("/v1/models", models),
+        Route("/v1/models/{name:path}", model),
+        Route("/tokenize", tokenize, methods=["POST"]),
+        Route("/detokenize", detokenize, methods=["POST"]),
+    ]
 
 
 @dataclass(frozen=True)
@@ -136,9 +135,8 @@ async def _respond(
         request_id=request_id,
         arrived=asked.arrived,
         grammar=asked.grammar,
+        traceparent=request.headers.get("traceparent", ""),
     )
-    traceparent = request.headers.get("traceparent", "")
-    jobs = [replace(job, traceparent=traceparent) for job in jobs]
     answer = Answer(
         asked.kind,
         request_id,

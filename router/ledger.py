@@ -8,6 +8,7 @@ bounded number for each request and are covered by the node's limit on running r
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable
 
 from sluice.cache.spec import TableSpec, tables_of
@@ -63,7 +64,7 @@ class Ledger:
             parts.append(self.outstanding_tokens / self._max_outstanding_tokens)
         return max(parts)
 
-    @property
+    @functools.cached_property
     def max_tokens(self) -> int:
         """Longest request that fits when the node is empty."""
         spans = [table.tokens_per_page * self._info.num_pages[table] for table in self._pages]

@@ -80,7 +80,7 @@ class RoutedNode(Generic[Client]):
         self._background = background
         self._on_change = on_change
         self._refused_until = 0.0
-        self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._calls: set[asyncio.Timeout] = set()
         self._watcher = background.spawn(self._watch())
         self._watcher.add_done_callback(lambda _: self.lose("its watcher ended"))
 
@@ -167,18 +167,23 @@ class RoutedNode(Generic[Client]):
 
     async def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Await a call to the node. Raises NodeLost as soon as the node counts as lost."""
-        task, lost = asyncio.ensure_future(coroutine), self._lost
-        waited: set[asyncio.Future[Any]] = {task, lost}
+        if self.lost_because is not None:
+            coroutine.close()
+            raise NodeLost(f"node {self.node_id}: {self.lost_because}")
         try:
-            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                raise NodeLost(f"node {self.node_id}: {lost.result()}")
-            return task.result()
+            async with asyncio.timeout(None) as timeout:  # `lose` ends it: no task, no timer
+                self._calls.add(timeout)
+                try:
+                    return await coroutine
+                finally:
+                    self._calls.discard(timeout)
+        except TimeoutError as error:
+            if timeout.expired():
+                raise NodeLost(f"node {self.node_id}: {self.lost_because or 'was lost'}") from error
+            raise
         except NodeLost as error:
             self.lose(str(error))
             raise
-        finally:
-            task.cancel()
 
     async def refresh(self, limit_s: float) -> None:
         """Ask for the node's gauges now; the last known ones stay if it takes too long."""
@@ -202,7 +207,9 @@ class RoutedNode(Generic[Client]):
         log_event(logger, "node_lost", node=self.node_id, reason=reason, level=level)
         self.lost_because = reason
         self.status = None
-        self._lost.set_result(reason)
+        for call in self._calls:
+            call.reschedule(0.0)
+        self._calls.clear()
         self._on_change()
 
     def close(self, reason: str) -> None:
@@ -214,7 +221,6 @@ class RoutedNode(Generic[Client]):
     def _recover(self) -> None:
         log_event(logger, "node_back", node=self.node_id)
         self.lost_because = None
-        self._lost = asyncio.get_running_loop().create_future()
         self._on_change()
 
     async def _watch(self) -> None:

@@ -102,6 +102,8 @@ class WaitingQueue:
 
     def wake(self) -> None:
         """Start every request that can start, in order, and turn away those nobody can take."""
+        if not self._waiting:
+            return
         turn = Turn(self._policy, self._nodes.prefill, self._nodes.decode)
         for waiter in list(self._waiting):
             if waiter.pair.done():

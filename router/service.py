@@ -213,7 +213,8 @@ class RouterService:
             recorded(self.metrics, request.request_id, num_prompt_tokens, job.arrived) as record,
             job.span() as span,
         ):
-            request = replace(request, traceparent=span.traceparent)
+            if span.traceparent:
+                request = replace(request, traceparent=span.traceparent)
             async with contextlib.aclosing(self.generate(request, deadline)) as stream:
                 async for tokens in stream:
                     delta = text.take(tokens)

@@ -43,22 +43,23 @@ class ClientGone(Exception):
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Await `work`; a client that leaves cancels it, cleanup included, and raises ClientGone."""
-    task = asyncio.create_task(work)
-    watcher = asyncio.create_task(_disconnected(receive))
     try:
-        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGone
-        return task.result()
-    finally:
-        for pending in (task, watcher):
-            pending.cancel()
-        await asyncio.wait({task, watcher})
+        async with asyncio.timeout(None) as staying:
+            watcher = asyncio.create_task(_watch(receive, staying))
+            try:
+                return await work
+            finally:
+                watcher.cancel()
+    except TimeoutError as error:
+        if staying.expired():
+            raise ClientGone from error
+        raise
 
 
-async def _disconnected(receive: Receive) -> None:
+async def _watch(receive: Receive, staying: asyncio.Timeout) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+    staying.reschedule(0.0)
 
 
 class EventStream(Response):

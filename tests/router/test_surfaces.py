@@ -201,7 +201,7 @@ async def test_the_description_names_every_path_and_every_field(world):
     served = {
         (method.lower(), route.path.replace("{name:path}", "{name}"))
         for routes in (completion_routes(world.service), admin_routes(world.service))
-        for route in routes.routes
+        for route in routes
         for method in route.methods - {"HEAD"}
     }
     described = {(method, path) for path, item in document["paths"].items() for method in item}
