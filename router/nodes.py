@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.5
 REFUSED_PAUSE_S = 0.1  # a node that refused is not asked again before this
+UNREAD_LIMIT_S = 2.0  # a client behind by more gets no further tokens computed until it reads
 
 Client = TypeVar("Client", bound=PrefillClient | DecodeClient)
 T = TypeVar("T")
@@ -280,16 +281,20 @@ class RoutedDecode(RoutedNode[DecodeClient]):
     def greatest_tokens(self, request: GenerateRequest) -> int:
         return request.max_total_tokens
 
-    def open_inbox(self, request_id: str) -> None:
-        """Keep this request's chunks from now on, before the node can send the first."""
-        self._inboxes[request_id] = Inbox()
+    def open_inbox(self, request_id: str, on_unread: Callable[[], None]) -> Inbox:
+        """Keep this request's chunks from now on, before the node can send the first.
+
+        on_unread: called when they have not been read for UNREAD_LIMIT_S; what is in the inbox
+        then ends with Preempted, and nothing more comes.
+        """
+        inbox = self._inboxes[request_id] = Inbox(on_unread)
+        return inbox
 
     def close_inbox(self, request_id: str) -> None:
         self._inboxes.pop(request_id, None)
 
-    async def stream(self, request_id: str) -> AsyncIterator[TokenChunk]:
-        """The request's chunks up to the one with a finish reason. Raises NodeError."""
-        inbox = self._inboxes[request_id]
+    async def stream(self, inbox: Inbox) -> AsyncIterator[TokenChunk]:
+        """A request's chunks up to the one with a finish reason. Raises NodeError."""
         while True:
             chunk = await inbox.get()
             if chunk.preempted:
@@ -319,8 +324,16 @@ class RoutedDecode(RoutedNode[DecodeClient]):
                 for chunk in step:
                     if (inbox := self._inboxes.get(chunk.request_id)) is not None:
                         inbox.put(chunk)
+                        if inbox.unread_s > UNREAD_LIMIT_S and chunk.finish_reason is None:
+                            self._stop_unread(chunk.request_id, inbox)
         except NodeError as error:
             self.lose(str(error))
+
+    def _stop_unread(self, request_id: str, inbox: Inbox) -> None:
+        why = f"its client has not read for {UNREAD_LIMIT_S:g} s"
+        inbox.put(TokenChunk(request_id, (), error=why, preempted=True))
+        self.close_inbox(request_id)
+        inbox.on_unread()
 
     def _receiver_ended(self, receiver: asyncio.Task[Any]) -> None:
         if receiver is self._receiver:  # not one that a recovery has replaced

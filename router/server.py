@@ -18,6 +18,8 @@ from sluice.router.service import STOP_LIMIT_S, RouterService
 logger = logging.getLogger(__name__)
 
 BACKLOG = 2048  # connections that may wait to be accepted
+# What Linux holds for a client that does not read: by itself up to 4 MB, hundreds of answers ahead.
+SEND_BUFFER_BYTES = 32 << 10
 
 
 class RunningServer:
@@ -116,6 +118,7 @@ def bind(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
             listener.bind(address)
             listener.listen(BACKLOG)  # now, as two sockets can be bound to a port nobody listens on
         except OSError:

@@ -328,10 +328,13 @@ class ScriptedCluster:
 
 
 class RawRequest:
-    """One HTTP request into the app, whose client can leave at any moment."""
+    """One HTTP request into the app, whose client can leave at any moment.
 
-    def __init__(self, app, path: str, body: dict) -> None:
-        self.messages: asyncio.Queue = asyncio.Queue()
+    max_unread: messages that the server can send before it has to wait for the client; 0: all.
+    """
+
+    def __init__(self, app, path: str, body: dict, max_unread: int) -> None:
+        self.messages: asyncio.Queue = asyncio.Queue(max_unread)
         self._left = asyncio.Event()
         self._body: bytes | None = json.dumps(body).encode()
         scope = {
@@ -415,9 +418,9 @@ class World:
         body = {"model": "tiny", "messages": messages, "max_tokens": 8, **fields}
         return await self.http.post("/v1/chat/completions", json=body)
 
-    def raw(self, path: str = "/v1/completions", **fields) -> RawRequest:
+    def raw(self, path: str = "/v1/completions", *, max_unread: int = 0, **fields) -> RawRequest:
         body = {"model": "tiny", "prompt": "the cat", "max_tokens": 8, **fields}
-        return RawRequest(self.app, path, body)
+        return RawRequest(self.app, path, body, max_unread)
 
     def ids(self, prompt: str) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(prompt).ids)
