@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from sluice.engine.protocol import (
     PageGrant,
     PrefillResult,
     Role,
+    RouterStatus,
     TokenChunk,
 )
 from sluice.router.server import serve
@@ -97,6 +98,9 @@ class FixedCluster:
 
     async def state(self) -> ClusterState:
         return ClusterState(dict.fromkeys(Role, 1))
+
+    async def routers(self) -> Sequence[RouterStatus]:
+        return ()
 
     async def scale(self, role: Role, replicas: int) -> None:
         raise InvalidRequest(f"{role}: the benchmark's nodes are fixed")

@@ -119,6 +119,7 @@ PolicyName = Literal["round_robin", "least_loaded", "power_of_two", "cache_aware
 class RouterConfig(Section):
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535)  # 0: any free port
+    replicas: int = Field(1, ge=1, le=64)  # router processes; those of one host share the port
     prefill_policy: PolicyName = "cache_aware"
     decode_policy: PolicyName = "cache_aware"
     local_prefill_below_tokens: int = Field(0, ge=0)  # shorter prompts are computed on decode

@@ -30,8 +30,7 @@ def admin_routes(service: RouterService) -> list[Route]:
         return JSONResponse({"status": "ready"})
 
     async def metrics(_: Request) -> Response:
-        await service.refresh()
-        return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+        return Response(await service.rendered_metrics(), media_type=CONTENT_TYPE_LATEST)
 
     async def description(_: Request) -> Response:
         return JSONResponse(openapi(service.model_name))

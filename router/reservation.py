@@ -7,9 +7,10 @@ Life:
     Without a prefill node decode computes the prompt at the beginning of its stream
  4. stream: decode's tokens
  5. give back, always, once, whatever happened: stop prefill unless it has handed over, release
-    the grant, return the credit. That is at the end, or while the client does not read: it then
-    goes on from what it has, as after a preemption, when it reads again. While prefill is alive but does not answer, it may still write
+    the grant, return the credit. While prefill is alive but does not answer, it may still write
     whenever it does: the grant's pages are kept from reuse until it has, or has left the cluster
+A client that does not read brings step 5 early; when it reads again, the request goes on from what
+it has, as after a preemption.
 Step 5 runs as a task of its own, so that a cancelled request cannot interrupt it.
 """
 

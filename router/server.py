@@ -64,7 +64,7 @@ async def serve(service: RouterService, host: str, port: int) -> RunningServer:
 
     Raises ConfigError if the address or the certificate cannot be used.
     """
-    listener = bind(host, port)
+    listener = bind(host, port, shared=service.config.router.replicas > 1)
     if not service.api_keys and not _is_loopback(host):
         logger.warning(
             "event=open_to_the_network host=%s: anybody who reaches it can use it; "
@@ -109,8 +109,11 @@ def _config(service: RouterService) -> uvicorn.Config:
     return config
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises ConfigError naming the address and the way out."""
+def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """A listening socket. Raises ConfigError naming the address and the way out.
+
+    shared: other processes may listen there too; Linux gives each connection to one of them.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -118,6 +121,7 @@ def bind(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, shared)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
             listener.bind(address)
             listener.listen(BACKLOG)  # now, as two sockets can be bound to a port nobody listens on

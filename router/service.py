@@ -23,6 +23,8 @@ from sluice.engine.protocol import (
     DecodeClient,
     GenerateRequest,
     PrefillClient,
+    RouterStatus,
+    SluiceError,
     Unavailable,
     UnknownModel,
 )
@@ -77,7 +79,10 @@ class RouterService:
     be read.
     """
 
-    def __init__(self, config: SluiceConfig, cluster: Cluster) -> None:
+    def __init__(
+        self, config: SluiceConfig, cluster: Cluster, router_id: str | None = None
+    ) -> None:
+        """router_id: whom nodes take us for; no process ever had it before."""
         self.config = config
         self.cluster = cluster
         self.checkpoint = read_checkpoint(config.model)
@@ -86,7 +91,7 @@ class RouterService:
         self.api_keys = read_api_keys(config.router.api_keys_file)
         self.model_name = config.model.served_name
         self.created = int(time.time())
-        self.router_id = f"router-{uuid.uuid4().hex[:12]}"
+        self.router_id = router_id or f"router-{uuid.uuid4().hex[:12]}"
         self._background = Background()
         self.nodes = Nodes(
             router_id=self.router_id,
@@ -167,6 +172,20 @@ class RouterService:
     async def refresh(self) -> None:
         """Fetch the nodes' gauges, so that what is shown is not a heartbeat old."""
         await self.nodes.refresh(STATUS_LIMIT_S)
+
+    async def rendered_metrics(self) -> bytes:
+        """The metrics of all routers and nodes, whichever router is asked."""
+        await self.refresh()
+        if self.config.router.replicas == 1:
+            return self.metrics.render()
+        try:
+            async with asyncio.timeout(STATUS_LIMIT_S):
+                return self.metrics.render(await self.cluster.routers())
+        except (SluiceError, TimeoutError):  # a gap in the others' numbers
+            return self.metrics.render([self.status()])
+
+    def status(self) -> RouterStatus:
+        return RouterStatus(self.router_id, self.metrics.families())
 
     def check_model(self, name: str | None) -> None:
         """Raises UnknownModel; None stands for the one model there is."""

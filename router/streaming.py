@@ -19,8 +19,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from sluice.engine.protocol import SluiceError
-from sluice.router.events import log_event
 from sluice.router.errors import body_of, error_body, response_of
+from sluice.router.events import log_event
 
 logger = logging.getLogger(__name__)
 

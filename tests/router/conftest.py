@@ -37,6 +37,7 @@ from sluice.engine.protocol import (
     PrefillResult,
     Refused,
     Role,
+    RouterStatus,
     TokenChunk,
 )
 from sluice.router.app import create_app
@@ -315,6 +316,9 @@ class ScriptedCluster:
         ]
         return ClusterState(dict(self.targets), tuple(entries))
 
+    async def routers(self) -> list[RouterStatus]:
+        return [self.world.service.status(), *self.world.other_routers]
+
     async def scale(self, role: Role, replicas: int) -> None:
         if replicas > 8:
             raise InvalidRequest(f"replicas is {replicas}, expected at most 8", param="replicas")
@@ -365,6 +369,7 @@ class World:
         self.prefills: dict[str, ScriptedPrefill] = {}
         self.decodes: dict[str, ScriptedDecode] = {}
         self.draining: set[str] = set()
+        self.other_routers: list[RouterStatus] = []
         self.config = self.configure(folder, **settings)
         self.service = RouterService(self.config, ScriptedCluster(self))
         self.tokenizer = self.service.checkpoint.tokenizer
