@@ -109,14 +109,18 @@ class FixedCluster:
         raise InvalidRequest(f"{node_id}: the benchmark's nodes are fixed")
 
 
-def run_router(told: Connection) -> None:
-    """Serve a router over instant nodes on a free port, which is told; a process's whole life."""
-    uvloop.run(_run_router(told))
+def run_router(told: Connection, replicas: int = 1, port: int = 0) -> None:
+    """Serve a router over instant nodes, of so many that share the port; a process's whole life.
+
+    The port is told; 0 is any free one.
+    """
+    uvloop.run(_run_router(told, replicas, port))
 
 
-async def _run_router(told: Connection) -> None:
-    service = RouterService(parse_config({"model": {"path": str(MODEL)}}), FixedCluster())
-    server = await serve(service, "127.0.0.1", 0)
+async def _run_router(told: Connection, replicas: int, port: int) -> None:
+    config = {"model": {"path": str(MODEL)}, "router": {"replicas": replicas}}
+    service = RouterService(parse_config(config), FixedCluster())
+    server = await serve(service, "127.0.0.1", port)
     decode = InstantDecode()
     service.set_nodes([InstantPrefill(decode)], [decode])
     gc.freeze()  # as the router's process does

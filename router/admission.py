@@ -4,33 +4,46 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from llguidance import LLMatcher
 
 from sluice.engine.protocol import GenerateRequest, InvalidRequest, SamplingParams
-from sluice.router.schemas import GenerationSchema
+from sluice.router.schemas import ChatRequest, CompletionRequest, GenerationSchema
 from sluice.router.service import Job, RouterService
 
 TOO_LONG = "context_length_exceeded"
 
 
-def make_jobs(
-    service: RouterService,
-    schema: GenerationSchema,
-    prompts: Sequence[Sequence[int]],
-    *,
-    prompt_field: str,
-    request_id: str,
-    arrived: float,
-    grammar: str,
-    traceparent: str,
-) -> list[Job]:
+@dataclass(frozen=True)
+class Asked:
+    """A request as it was read. arrived: time.monotonic(). grammar: what the answer follows.
+
+    traceparent, end_of_reasoning: see Job.
+    """
+
+    request_id: str
+    body: bytes
+    schema: ChatRequest | CompletionRequest
+    prompts: list[tuple[int, ...]]
+    arrived: float
+    traceparent: str
+    grammar: str = ""
+    end_of_reasoning: int | None = None
+
+    @property
+    def is_chat(self) -> bool:
+        return isinstance(self.schema, ChatRequest)
+
+
+def make_jobs(service: RouterService, asked: Asked) -> list[Job]:
     """Jobs for `n` answers to each prompt, in the order of their choices' indexes.
 
     Raises InvalidRequest if one can never fit, Unavailable if no node is ready.
     """
-    for prompt in prompts:
+    schema, grammar = asked.schema, asked.grammar
+    prompt_field = "messages" if asked.is_chat else "prompt"
+    for prompt in asked.prompts:
         _check_length(service, len(prompt), prompt_field)
         check_token_ids(service, prompt, prompt_field)
     check_token_ids(service, schema.stop_token_ids, "stop_token_ids")
@@ -43,22 +56,23 @@ def make_jobs(
     seed = _seed(schema.seed)
     requests = [
         (prompt, replace(sampling, seed=(seed + answer) % 2**63, grammar=grammar))
-        for prompt in prompts
+        for prompt in asked.prompts
         for sampling in [_sampling(service, schema, len(prompt), prompt_field)]
         for answer in range(schema.n)
     ]
     return [
         Job(
             GenerateRequest(
-                _part_id(request_id, index, len(requests)),
-                tuple(prompt),
+                _part_id(asked.request_id, index, len(requests)),
+                prompt,
                 sampling,
                 priority=schema.priority,
                 cache_salt=schema.cache_salt,
             ),
             tuple(schema.stop),
-            arrived,
-            traceparent,
+            asked.arrived,
+            asked.traceparent,
+            asked.end_of_reasoning,
         )
         for index, (prompt, sampling) in enumerate(requests)
     ]

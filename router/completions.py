@@ -6,20 +6,19 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from sluice.router.admission import check_json_schema, check_token_ids, make_jobs
+from sluice.router.admission import Asked, check_json_schema, check_token_ids, make_jobs
 from sluice.router.body import read_body
 from sluice.router.choices import ChatChoice, Choice, TextChoice
 from sluice.router.conversation import ChatOptions, Message
 from sluice.router.merge import merged
 from sluice.router.parsing import parse
-from sluice.router.responses import Answer, Kind
+from sluice.router.responses import Answer
 from sluice.router.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -53,9 +52,17 @@ def completion_routes(service: RouterService) -> list[Route]:
                 with_logprobs=schema.logprobs,
             )
 
-        return await _respond(
-            service, request, _Asked(body, schema, [prompt], arrived, grammar), choice
+        asked = Asked(
+            request.state.request_id,
+            body,
+            schema,
+            [prompt],
+            arrived,
+            request.headers.get("traceparent", ""),
+            grammar,
+            service.encoder.end_of_reasoning(messages, options),
         )
+        return await _respond(service, request, asked, choice)
 
     async def complete(request: Request) -> Response:
         arrived = time.monotonic()
@@ -72,7 +79,15 @@ def completion_routes(service: RouterService) -> list[Route]:
                 with_logprobs=schema.logprobs is not None,
             )
 
-        return await _respond(service, request, _Asked(body, schema, prompts, arrived), choice)
+        asked = Asked(
+            request.state.request_id,
+            body,
+            schema,
+            prompts,
+            arrived,
+            request.headers.get("traceparent", ""),
+        )
+        return await _respond(service, request, asked, choice)
 
     async def models(_: Request) -> Response:
         return JSONResponse({"object": "list", "data": [_model(service)]})
@@ -107,39 +122,15 @@ def completion_routes(service: RouterService) -> list[Route]:
     ]
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """A request as it was read. arrived: time.monotonic(). grammar: what the answer follows."""
-
-    body: bytes
-    schema: ChatRequest | CompletionRequest
-    prompts: list[tuple[int, ...]]
-    arrived: float
-    grammar: str = ""
-
-    @property
-    def kind(self) -> Kind:
-        return "chat" if isinstance(self.schema, ChatRequest) else "text"
-
-
 async def _respond(
-    service: RouterService, request: Request, asked: _Asked, choice: Callable[[int], Choice]
+    service: RouterService, request: Request, asked: Asked, choice: Callable[[int], Choice]
 ) -> Response:
-    schema, request_id = asked.schema, request.state.request_id
+    schema = asked.schema
     await _encode(asked.body, lambda: check_json_schema(schema.response_format.schema_text))
-    jobs = make_jobs(
-        service,
-        schema,
-        asked.prompts,
-        prompt_field="messages" if asked.kind == "chat" else "prompt",
-        request_id=request_id,
-        arrived=asked.arrived,
-        grammar=asked.grammar,
-        traceparent=request.headers.get("traceparent", ""),
-    )
+    jobs = make_jobs(service, asked)
     answer = Answer(
-        asked.kind,
-        request_id,
+        "chat" if asked.is_chat else "text",
+        asked.request_id,
         service.model_name,
         [choice(index) for index in range(len(jobs))],
         [len(prompt) for prompt in asked.prompts],

@@ -140,7 +140,8 @@ class Dispatcher:
             request_id=request.request_id,
             reason=reason,
             detail=error,
-            level=logging.WARNING,
+            # With several routers refusals are how a full node says so.
+            level=logging.INFO if isinstance(error, Refused) else logging.WARNING,
         )
 
 

@@ -53,13 +53,15 @@ STOP_LIMIT_S = 30.0
 class Job:
     """A request with what only the router knows of it.
 
-    arrived: time.monotonic(). traceparent: the client's own, as it came.
+    arrived: time.monotonic(). traceparent: the client's own, as it came. end_of_reasoning: the
+    token that ends the reasoning with which the answer begins; None if it begins with none.
     """
 
     request: GenerateRequest
     stop: tuple[str, ...]
     arrived: float
     traceparent: str = ""
+    end_of_reasoning: int | None = None
 
     def span(self) -> Span:
         """The root of what we do for the request."""
@@ -225,7 +227,9 @@ class RouterService:
         """
         request = job.request
         deadline = job.arrived + self.config.router.request_timeout_s
-        text = OutputText(self.checkpoint.tokenizer, job.stop, request.sampling.min_tokens)
+        text = OutputText(
+            self.checkpoint.tokenizer, job.stop, request.sampling.min_tokens, job.end_of_reasoning
+        )
         num_prompt_tokens = len(request.prompt_token_ids)
         with (
             self.counted(),

@@ -26,6 +26,7 @@ class Scored:
 class Delta:
     """The next piece of an answer. `num_tokens`: output tokens so far, the last one included.
 
+    num_reasoning_tokens: those of them before the end of reasoning.
     scored: the tokens behind the text, if the request asks for log-probabilities. They may come
     before their text, which can be held back.
     """
@@ -35,15 +36,26 @@ class Delta:
     finish_reason: FinishReason | None = None
     num_cached_tokens: int = 0
     scored: tuple[Scored, ...] = ()
+    num_reasoning_tokens: int = 0
 
 
 class OutputText:
     """Works token by token, so that text and counts do not depend on how tokens were batched.
 
-    min_tokens: a stop string may begin only after so many tokens.
+    min_tokens: a stop string may begin only after so many tokens. end_of_reasoning: the token that
+    ends the reasoning at the beginning; None if there is none.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], min_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str],
+        min_tokens: int = 0,
+        end_of_reasoning: int | None = None,
+    ) -> None:
+        self._end_of_reasoning = end_of_reasoning
+        self._reasons = end_of_reasoning is not None
+        self._num_reasoning_tokens = 0
         self._detokenizer = Detokenizer(tokenizer)
         self._filter = StopFilter(stop)
         self._min_tokens = min_tokens
@@ -64,6 +76,8 @@ class OutputText:
                 scored = Scored(token_id, self._num_characters, tokens.logprobs[index])
                 self._scored.append(scored)
             self._num_tokens += 1
+            self._reasons = self._reasons and token_id != self._end_of_reasoning
+            self._num_reasoning_tokens += self._reasons
             text += self._push(self._detokenizer.push(token_id))
             if self._filter.stopped:
                 return self._delta(text, FinishReason.STOP)
@@ -81,4 +95,11 @@ class OutputText:
 
     def _delta(self, text: str, finish_reason: FinishReason | None) -> Delta:
         scored, self._scored = tuple(self._scored), []
-        return Delta(text, self._num_tokens, finish_reason, self._num_cached_tokens, scored)
+        return Delta(
+            text,
+            self._num_tokens,
+            finish_reason,
+            self._num_cached_tokens,
+            scored,
+            self._num_reasoning_tokens,
+        )
