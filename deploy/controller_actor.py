@@ -15,7 +15,7 @@ class ControllerActor:
     """Every process of a deployment is started by, and ends with, this actor."""
 
     def __init__(self, config: SluiceConfig) -> None:
-        log_to_stderr()
+        log_to_stderr(config.log_format)
         self._config = config
 
     async def start(self) -> str:

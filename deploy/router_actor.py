@@ -26,7 +26,7 @@ class RouterActor:
     _server: RunningServer
 
     def __init__(self, config: SluiceConfig, cluster: Cluster, router_id: str) -> None:
-        log_to_stderr()
+        log_to_stderr(config.log_format)
         self._router_id = router_id
         self._config = config
         self._cluster = cluster

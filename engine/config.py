@@ -177,6 +177,7 @@ class SluiceConfig(Section):
     router: RouterConfig = RouterConfig()
     transfer: TransferConfig = TransferConfig()
     ray: RayConfig = RayConfig()
+    log_format: Literal["text", "json"] = "text"  # of every process: key=value, or an object a line
 
     def role(self, role: Role) -> RoleConfig:
         """The section of one role."""

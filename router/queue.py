@@ -34,6 +34,11 @@ class Pair(NamedTuple):
     decode: RoutedDecode
 
     @property
+    def names(self) -> tuple[str, str]:
+        """Ids of both nodes, "-" for none."""
+        return "-" if self.prefill is None else self.prefill.node_id, self.decode.node_id
+
+    @property
     def nodes(self) -> tuple[RoutedNode[Any], ...]:
         return (self.decode,) if self.prefill is None else (self.prefill, self.decode)
 

@@ -241,7 +241,7 @@ class RouterService:
             async with contextlib.aclosing(self.generate(request, deadline)) as stream:
                 async for tokens in stream:
                     delta = text.take(tokens)
-                    record.delta(delta)
+                    record.delta(delta, tokens.nodes)
                     yield delta
                     if delta.finish_reason is not None:
                         return
