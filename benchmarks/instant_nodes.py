@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import os
+import sys
 from collections.abc import AsyncIterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -16,6 +18,7 @@ from pathlib import Path
 import uvloop
 
 from sluice.cache.spec import Full, PoolSpec
+from sluice.deploy.logs import log_to_stderr
 from sluice.engine.config import parse_config
 from sluice.engine.protocol import (
     ClusterState,
@@ -112,8 +115,10 @@ class FixedCluster:
 def run_router(told: Connection, replicas: int = 1, port: int = 0) -> None:
     """Serve a router over instant nodes, of so many that share the port; a process's whole life.
 
-    The port is told; 0 is any free one.
+    The port is told; 0 is any free one. It logs as a deployment's does, to nowhere.
     """
+    sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 - for the process's life
+    log_to_stderr("text")
     uvloop.run(_run_router(told, replicas, port))
 
 

@@ -22,4 +22,4 @@ def log_event(
 
 def _shown(value: object) -> str:
     text = f"{value:.4f}" if isinstance(value, float) else str(value)
-    return repr(text) if any(character.isspace() for character in text) or not text else text
+    return text if text.split() == [text] else repr(text)
