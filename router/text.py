@@ -40,7 +40,8 @@ class Delta:
 
 
 class OutputText:
-    """Works token by token, so that text and counts do not depend on how tokens were batched.
+    """Works token by token where stop strings or log-probabilities tell one from the next, so that
+    text and counts do not depend on how tokens were batched.
 
     min_tokens: a stop string may begin only after so many tokens. end_of_reasoning: the token that
     ends the reasoning at the beginning; None if there is none.
@@ -53,11 +54,11 @@ class OutputText:
         min_tokens: int = 0,
         end_of_reasoning: int | None = None,
     ) -> None:
-        self._end_of_reasoning = end_of_reasoning
-        self._reasons = end_of_reasoning is not None
+        self._end_of_reasoning = end_of_reasoning  # None once it has come
         self._num_reasoning_tokens = 0
         self._detokenizer = Detokenizer(tokenizer)
         self._filter = StopFilter(stop)
+        self._can_stop = bool(stop)
         self._min_tokens = min_tokens
         self._num_tokens = 0
         self._num_cached_tokens = 0
@@ -71,14 +72,13 @@ class OutputText:
         if tokens.finish_reason is FinishReason.STOP:
             visible = visible[:-1]  # the stop token ends the text, it is not part of it
         text = ""
-        for index, token_id in enumerate(visible):
+        one_by_one = self._can_stop or tokens.logprobs
+        for index, group in enumerate([(i,) for i in visible] if one_by_one else [visible]):
             if tokens.logprobs:
-                scored = Scored(token_id, self._num_characters, tokens.logprobs[index])
+                scored = Scored(group[0], self._num_characters, tokens.logprobs[index])
                 self._scored.append(scored)
-            self._num_tokens += 1
-            self._reasons = self._reasons and token_id != self._end_of_reasoning
-            self._num_reasoning_tokens += self._reasons
-            text += self._push(self._detokenizer.push(token_id))
+            self._count(group)
+            text += self._push(self._detokenizer.push(group))
             if self._filter.stopped:
                 return self._delta(text, FinishReason.STOP)
         self._num_tokens += len(tokens.token_ids) - len(visible)
@@ -88,6 +88,14 @@ class OutputText:
         if self._filter.stopped:
             return self._delta(text, FinishReason.STOP)
         return self._delta(text + self._filter.flush(), tokens.finish_reason)
+
+    def _count(self, token_ids: tuple[int, ...]) -> None:
+        self._num_tokens += len(token_ids)
+        if (end := self._end_of_reasoning) is None:
+            return
+        if end in token_ids:
+            self._end_of_reasoning = None
+        self._num_reasoning_tokens += token_ids.index(end) if end in token_ids else len(token_ids)
 
     def _push(self, piece: str) -> str:
         self._num_characters += len(piece)
