@@ -41,7 +41,7 @@ def make_jobs(service: RouterService, asked: Asked) -> list[Job]:
 
     Raises InvalidRequest if one can never fit, Unavailable if no node is ready.
     """
-    schema, grammar = asked.schema, asked.grammar
+    schema = asked.schema
     prompt_field = "messages" if asked.is_chat else "prompt"
     for prompt in asked.prompts:
         _check_length(service, len(prompt), prompt_field)
@@ -49,15 +49,15 @@ def make_jobs(service: RouterService, asked: Asked) -> list[Job]:
     check_token_ids(service, schema.stop_token_ids, "stop_token_ids")
     check_token_ids(service, list(schema.logit_bias), "logit_bias")
     service.check_ready()
-    if grammar and schema.min_tokens:
+    if asked.grammar and schema.min_tokens:
         raise InvalidRequest(
             "min_tokens: a tool call ends where it is complete, leave it out", param="min_tokens"
         )
     seed = _seed(schema.seed)
     requests = [
-        (prompt, replace(sampling, seed=(seed + answer) % 2**63, grammar=grammar))
+        (prompt, sampling if answer == 0 else replace(sampling, seed=(seed + answer) % 2**63))
         for prompt in asked.prompts
-        for sampling in [_sampling(service, schema, len(prompt), prompt_field)]
+        for sampling in [_sampling(service, asked, len(prompt), prompt_field, seed)]
         for answer in range(schema.n)
     ]
     return [
@@ -83,11 +83,9 @@ def _part_id(request_id: str, index: int, num_parts: int) -> str:
 
 
 def _sampling(
-    service: RouterService,
-    schema: GenerationSchema,
-    num_prompt_tokens: int,
-    prompt_field: str,
+    service: RouterService, asked: Asked, num_prompt_tokens: int, prompt_field: str, seed: int
 ) -> SamplingParams:
+    schema = asked.schema
     max_tokens = _max_tokens(service, schema, num_prompt_tokens, prompt_field)
     stop_token_ids = _stop_token_ids(service, schema)
     _check_min_tokens(service, schema, max_tokens, len(stop_token_ids))
@@ -105,6 +103,8 @@ def _sampling(
         logit_bias=tuple(schema.logit_bias.items()),
         num_top_logprobs=schema.num_top_logprobs,
         json_schema=schema.response_format.schema_text or "",
+        seed=seed,
+        grammar=asked.grammar,
     )
 
 

@@ -188,18 +188,20 @@ async def hold(
     router_id: str,
     background: Background,
 ) -> AsyncIterator[Reservation]:
-    """Reserve on entry, give back on exit; what failed is noted for the next attempt."""
+    """Reserve on entry, give back on exit; what failed is noted for the next attempt.
+
+    Only where there may be one is the return waited for: an answer is not held up by it.
+    """
     reservation = Reservation(pair, request, router_id, background)
     try:
         await reservation.reserve()
         yield reservation
-    except Refused:
-        pair.decode.pause_after_refusal()
-        raise
-    except Preempted:
-        raise
-    except NodeError:
-        ticket.avoid = {node.node_id for node in pair.nodes}
+    except NodeError as error:
+        if isinstance(error, Refused):
+            pair.decode.pause_after_refusal()
+        elif not isinstance(error, Preempted):
+            ticket.avoid = {node.node_id for node in pair.nodes}
+        await asyncio.wait({reservation.give_back()}, timeout=CLEANUP_PATIENCE_S)
         raise
     finally:
-        await asyncio.wait({reservation.give_back()}, timeout=CLEANUP_PATIENCE_S)
+        reservation.give_back()
