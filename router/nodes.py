@@ -51,7 +51,11 @@ T = TypeVar("T")
 
 
 class RoutedNode(Generic[Client]):
-    """What prefill and decode nodes have in common. `on_change` is called when it comes or goes."""
+    """What prefill and decode nodes have in common.
+
+    shared: other routers have requests there too. on_change: called when it comes or goes, or
+    others have left it.
+    """
 
     def __init__(
         self,
@@ -59,9 +63,11 @@ class RoutedNode(Generic[Client]):
         *,
         router_id: str,
         lease_s: float,
+        shared: bool,
         background: Background,
         on_change: Callable[[], None],
     ) -> None:
+        self._shared = shared
         self.client = client
         self.info: NodeInfo = client.info
         self.draining = False
@@ -200,6 +206,11 @@ class RoutedNode(Generic[Client]):
     def _note(self, status: NodeStatus) -> None:
         self.status = status
         self.cached.take(status.cached)
+        if self._shared:
+            before, ledger = self.ledger.num_others, self.ledger
+            ledger.num_others = max(0, status.running + status.waiting - ledger.running)
+            if ledger.num_others < before:
+                self._on_change()
 
     def lose(self, reason: str, *, level: int = logging.WARNING) -> None:
         """Treat the node as gone: whoever waits for it gets NodeLost."""
@@ -255,24 +266,11 @@ class RoutedPrefill(RoutedNode[PrefillClient]):
 class RoutedDecode(RoutedNode[DecodeClient]):
     """A decode node: pages for prompt and output, and one stream with everybody's tokens."""
 
-    def __init__(
-        self,
-        client: DecodeClient,
-        *,
-        router_id: str,
-        lease_s: float,
-        background: Background,
-        on_change: Callable[[], None],
-    ) -> None:
+    def __init__(self, client: DecodeClient, **common: Any) -> None:
+        """common: as RoutedNode takes them."""
         self._inboxes: dict[str, Inbox] = {}
-        super().__init__(
-            client,
-            router_id=router_id,
-            lease_s=lease_s,
-            background=background,
-            on_change=on_change,
-        )
-        self._receiver = background.spawn(self._receive())
+        super().__init__(client, **common)
+        self._receiver = self._background.spawn(self._receive())
         self._receiver.add_done_callback(self._receiver_ended)
 
     def promised_tokens(self, request: GenerateRequest) -> int:

@@ -93,6 +93,7 @@ def _config(service: RouterService) -> uvicorn.Config:
         create_app(service),
         log_config=None,
         access_log=False,
+        proxy_headers=False,  # nothing here depends on a client's address
         lifespan="off",
         timeout_graceful_shutdown=5,  # by then the service has ended all requests
         ssl_certfile=router.tls_cert_file,

@@ -98,6 +98,7 @@ class RouterService:
         self.nodes = Nodes(
             router_id=self.router_id,
             lease_s=config.transfer.lease_s,
+            shared=config.router.replicas > 1,
             background=self._background,
             on_change=lambda: self.queue.wake(),
         )

@@ -48,6 +48,26 @@ async def test_two_routers_never_overfill_a_node_and_lose_nothing(both):
     assert other.nodes.find("decode-0").ledger.running == 0
 
 
+async def test_a_router_waits_for_slots_that_another_one_has_rather_than_be_refused(both):
+    world, other = both
+    decode = world.decodes["decode-0"]
+    decode.gate.clear()
+    transport = httpx.ASGITransport(app=create_app(other))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        body = {"model": "tiny", "prompt": "the cat", "max_tokens": 8}
+        theirs = [asyncio.create_task(http.post("/v1/completions", json=body)) for _ in range(2)]
+        await world.until(lambda: len(decode.generating) == 2)
+        await world.service.refresh()
+        ours = world.raw()
+        await world.until(lambda: len(world.service.queue) == 1)
+        decode.gate.set()
+        await asyncio.gather(*theirs)
+    await world.until(lambda: decode.calls.count("release") == 2)
+    await world.service.refresh()
+    await ours.task
+    assert decode.calls.count("reserve") == 3
+
+
 async def test_metrics_of_all_routers_are_told_by_whichever_is_asked(both):
     world, other = both
     await world.complete()
