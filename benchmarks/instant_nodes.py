@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
+import os
+import sys
+from collections.abc import AsyncIterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import uvloop
+
 from sluice.cache.spec import Full, PoolSpec
 from sluice.deploy.collector import spare_streams
+from sluice.deploy.logs import log_to_stderr
 from sluice.engine.config import parse_config
 from sluice.engine.protocol import (
     ClusterState,
@@ -25,6 +30,7 @@ from sluice.engine.protocol import (
     PageGrant,
     PrefillResult,
     Role,
+    RouterStatus,
     TokenChunk,
 )
 from sluice.router.server import serve
@@ -96,6 +102,9 @@ class FixedCluster:
     async def state(self) -> ClusterState:
         return ClusterState(dict.fromkeys(Role, 1))
 
+    async def routers(self) -> Sequence[RouterStatus]:
+        return ()
+
     async def scale(self, role: Role, replicas: int) -> None:
         raise InvalidRequest(f"{role}: the benchmark's nodes are fixed")
 
@@ -103,14 +112,20 @@ class FixedCluster:
         raise InvalidRequest(f"{node_id}: the benchmark's nodes are fixed")
 
 
-def run_router(told: Connection) -> None:
-    """Serve a router over instant nodes on a free port, which is told; a process's whole life."""
-    asyncio.run(_run_router(told))
+def run_router(told: Connection, replicas: int = 1, port: int = 0) -> None:
+    """Serve a router over instant nodes, of so many that share the port; a process's whole life.
+
+    The port is told; 0 is any free one. It logs as a deployment's does, to nowhere.
+    """
+    sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 - for the process's life
+    log_to_stderr("text")
+    uvloop.run(_run_router(told, replicas, port))
 
 
-async def _run_router(told: Connection) -> None:
-    service = RouterService(parse_config({"model": {"path": str(MODEL)}}), FixedCluster())
-    server = await serve(service, "127.0.0.1", 0)
+async def _run_router(told: Connection, replicas: int, port: int) -> None:
+    config = {"model": {"path": str(MODEL)}, "router": {"replicas": replicas}}
+    service = RouterService(parse_config(config), FixedCluster())
+    server = await serve(service, "127.0.0.1", port)
     decode = InstantDecode()
     service.set_nodes([InstantPrefill(decode)], [decode])
     spare_streams()  # as the router's process does

@@ -7,8 +7,9 @@ Without the namespace of a running deployment one is started: tiny-v4, a prefill
     load    N streams at once, each its next request when the last is answered. Every text must be
             the one that the same prompt got alone, at temperature 0
     alone   a few streams at once, for comparison with
-    beside  the same few, beside 1,000 connections that say nothing and 100 streams that nobody
-            reads. Those want tokens too, so that others wait longer while they run
+    arrival the same few, from when 1,000 connections come that say nothing and 100 streams that
+            nobody reads, of 1,000 tokens each: those are requests like others until it shows
+    beside  the same few, once nothing is computed for the streams that nobody reads
 
 Memory is what Linux counts as resident of the router and the nodes. It counts as flat if the median
 of the last quarter of `load` is within 10 % of that of the second quarter; the first one warms up.
@@ -56,7 +57,7 @@ PROMPTS = (
     "To be, or not to be",
 )
 OUTPUT_TOKENS = 24
-UNREAD_TOKENS = 128
+UNREAD_TOKENS = 1_000
 NUM_IDLE, NUM_UNREAD = 1_000, 100
 NUM_BESIDE, BESIDE_S = 20, 20.0
 QUIET_LIMIT_S = 120.0
@@ -225,16 +226,25 @@ async def run(
     ]
     phases = [phase]
     unread = body(model, PROMPTS[0], UNREAD_TOKENS) | {"logprobs": 20}
-    for name, num_idle, num_unread in (("alone", 0, 0), ("beside", NUM_IDLE, NUM_UNREAD)):
-        async with bad_clients(url, unread, num_idle=num_idle, num_unread=num_unread):
-            phase, problems = await load(
-                url, model, expected, name=name, num_streams=NUM_BESIDE, seconds=BESIDE_S
-            )
+
+    async def few(name: str) -> None:
+        phase, problems = await load(
+            url, model, expected, name=name, num_streams=NUM_BESIDE, seconds=BESIDE_S
+        )
         say(str(phase))
         phases.append(phase)
-        failures += [f"{name}: {count} x {problem}" for problem, count in problems.items()]
-    if left := await unused(url):
-        failures.append(f"after {QUIET_LIMIT_S:g} s: {left}")
+        failures.extend(f"{name}: {count} x {problem}" for problem, count in problems.items())
+
+    async def become_quiet(after: str) -> None:
+        if left := await unused(url):
+            failures.append(f"{after}: after {QUIET_LIMIT_S:g} s: {left}")
+
+    await few("alone")
+    async with bad_clients(url, unread, num_idle=NUM_IDLE, num_unread=NUM_UNREAD):
+        await few("arrival")
+        await become_quiet("arrival")
+        await few("beside")
+    await become_quiet("beside")
     return phases, samples, failures
 
 

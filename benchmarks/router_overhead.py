@@ -5,6 +5,7 @@
     straight        a client and a worker that answers at once, written on bare asyncio
     fastapi         the same, with a worker of FastAPI and uvicorn: what a Python server costs
     sluice          our router in one process, over nodes in it that answer at once
+    sluice x 2      two of those processes at one port (router.replicas: 2)
     sglang-router   in front of two workers as in `straight`; PATH is a Python that has the package:
                     python -m venv sgl && sgl/bin/pip install sglang-router
 
@@ -14,7 +15,7 @@ request, which hardly depends on what else the machine does. Figures are the med
 
 They do not do the same work. Ours reads every field, turns the prompt into token ids, reserves
 pages, and makes text of the answer's tokens one by one; SGLang's passes bodies on, and pays for one
-more HTTP exchange. Ours has one process, SGLang's as many threads as there are cores. In a
+more HTTP exchange. One of ours has one thread, SGLang's as many as there are cores. In a
 deployment our nodes are Ray actors, whose calls come on top.
 """
 
@@ -58,17 +59,20 @@ HOW_TO_GET_SGLANG = (
 
 @dataclass(frozen=True)
 class Server:
-    """A process that answers at a port of this machine."""
+    """Processes that answer at a port of this machine."""
 
     port: int
-    pid: int
+    pids: tuple[int, ...]
 
     @property
     def cpu_s(self) -> float:
-        """Processor time it has taken so far, all its threads together."""
-        fields = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2]
-        user, system = fields.split()[11:13]
-        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+        """Processor time taken so far, all processes and threads together."""
+        ticks = 0
+        for pid in self.pids:
+            fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2]
+            user, system = fields.split()[11:13]
+            ticks += int(user) + int(system)
+        return ticks / os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,7 @@ def server_process(run: Callable[..., None], *arguments: object) -> Iterator[Ser
         if not told.poll(START_LIMIT_S):
             raise SystemExit(f"{run.__name__}: not serving within {START_LIMIT_S:g} s")
         assert process.pid is not None, "it has started"
-        yield Server(told.recv(), process.pid)
+        yield Server(told.recv(), (process.pid,))
     finally:
         process.terminate()
         process.join()
@@ -127,7 +131,7 @@ def sglang_router(python: Path, workers: Sequence[Server]) -> Iterator[Server]:
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         _wait_until_it_answers(port, process)
-        yield Server(port, process.pid)
+        yield Server(port, (process.pid,))
     finally:
         process.terminate()
         process.wait()
@@ -263,6 +267,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "fastapi": stack.enter_context(server_process(run_fastapi, NUM_TOKENS)),
             "sluice": stack.enter_context(server_process(run_router)),
         }
+        first = stack.enter_context(server_process(run_router, 2))
+        second = stack.enter_context(server_process(run_router, 2, first.port))
+        servers["sluice x 2"] = Server(first.port, first.pids + second.pids)
         if has_sglang(given.sglang_python):
             servers["sglang-router"] = stack.enter_context(
                 sglang_router(given.sglang_python, workers)

@@ -5,7 +5,7 @@ The clients travel to the router's process, so nothing here imports torch.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import ray
@@ -19,6 +19,7 @@ from sluice.engine.protocol import (
     PageGrant,
     PrefillResult,
     Role,
+    RouterStatus,
     TokenChunk,
 )
 
@@ -80,6 +81,9 @@ class RayCluster:
 
     async def state(self) -> ClusterState:
         return await call("the controller", self._controller.state.remote())
+
+    async def routers(self) -> Sequence[RouterStatus]:
+        return await call("the controller", self._controller.routers.remote())
 
     async def scale(self, role: Role, replicas: int) -> None:
         await call("the controller", self._controller.scale.remote(role, replicas))

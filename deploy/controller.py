@@ -1,4 +1,4 @@
-"""Controller: keeps as many nodes of each role as the target says, and tells the router of them.
+"""Controller: keeps as many nodes of each role as the target says, and tells the routers of them.
 
 The life of a node:
 
@@ -34,6 +34,7 @@ from sluice.engine.protocol import (
     NodeState,
     PrefillClient,
     Role,
+    RouterStatus,
     SluiceError,
 )
 from sluice.router.background import Background
@@ -52,7 +53,8 @@ class Controller:
         self._roles = {Role.PREFILL: config.prefill, Role.DECODE: config.decode}
         self._targets = {role: limits.replicas for role, limits in self._roles.items()}
         self._launcher = launcher
-        self._router = RouterKeeper(launcher, self._serving_nodes)
+        self._num_routers = config.router.replicas
+        self._routers: list[RouterKeeper] = []
         self._nodes: dict[str, NodeRecord] = {}
         self._num_launched: Counter[Role] = Counter()
         self._backoff = {role: Backoff() for role in Role}
@@ -62,11 +64,14 @@ class Controller:
         self._background = Background()
 
     async def start(self) -> str:
-        """Start the router, then begin to start nodes. Returns the URL. Raises ConfigError."""
-        url = await self._router.start()
-        self._background.spawn(self._router.keep())
+        """Start the routers, then begin to start nodes. Returns the URL. Raises ConfigError."""
+        urls = []
+        for _ in range(self._num_routers):  # one by one: the first may find the port for all
+            self._routers.append(router := RouterKeeper(self._launcher, self._serving_nodes))
+            urls.append(await router.start())
+            self._background.spawn(router.keep())
         self._reconcile()
-        return url
+        return urls[0]
 
     async def until_ready(self) -> None:
         """Return when every role has its target of ready nodes.
@@ -86,6 +91,11 @@ class Controller:
     async def state(self) -> ClusterState:
         entries = tuple(node.entry() for node in self._nodes.values())
         return ClusterState(targets=dict(self._targets), nodes=entries)
+
+    async def routers(self) -> list[RouterStatus]:
+        """What the router processes say of themselves, as far as they answer."""
+        asked = await asyncio.gather(*(router.status() for router in self._routers))
+        return [status for status in asked if status is not None]
 
     async def scale(self, role: Role, replicas: int) -> None:
         """Set a role's target. Raises InvalidRequest outside the configured limits."""
@@ -122,8 +132,8 @@ class Controller:
         self._reconcile()
 
     async def stop(self) -> None:
-        """Let the router finish its streams, then end every process."""
-        await self._router.stop()
+        """Let the routers finish their streams, then end every process."""
+        await asyncio.gather(*(router.stop() for router in self._routers))
         await self._background.drain(limit_s=0)
         await asyncio.gather(*(node.handle.stop() for node in self._nodes.values()))
 
@@ -180,7 +190,7 @@ class Controller:
             log.info("event=node_left node=%s", node.node_id)
             del self._nodes[node.node_id]
         self._changed.set()
-        await self._router.publish()
+        await self._publish()
         if node.role is Role.DECODE:
             self._background.spawn(farewell(node, list(self._nodes.values())))
         await node.handle.stop()
@@ -193,10 +203,13 @@ class Controller:
             return  # told to leave while it was starting
         log.info("event=node_ready node=%s", node.node_id)
         self._changed.set()
-        await self._router.publish()
+        await self._publish()
         await node.leaving.wait()
-        await self._router.publish()
-        await self._router.wait_idle(node.node_id)
+        await self._publish()
+        await asyncio.gather(*(router.wait_idle(node.node_id) for router in self._routers))
+
+    async def _publish(self) -> None:
+        await asyncio.gather(*(router.publish() for router in self._routers))
 
     async def _prepare(self, node: NodeRecord) -> None:
         info = await node.handle.start()

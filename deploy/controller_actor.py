@@ -6,7 +6,7 @@ from sluice.deploy.controller import Controller
 from sluice.deploy.logs import log_to_stderr
 from sluice.deploy.ray_launcher import RayLauncher
 from sluice.engine.config import SluiceConfig
-from sluice.engine.protocol import ClusterState, Role
+from sluice.engine.protocol import ClusterState, Role, RouterStatus
 
 CONTROLLER = "controller"  # the actor's name in the deployment's namespace
 
@@ -15,7 +15,7 @@ class ControllerActor:
     """Every process of a deployment is started by, and ends with, this actor."""
 
     def __init__(self, config: SluiceConfig) -> None:
-        log_to_stderr()
+        log_to_stderr(config.log_format)
         self._config = config
 
     async def start(self) -> str:
@@ -28,6 +28,9 @@ class ControllerActor:
 
     async def state(self) -> ClusterState:
         return await self._controller.state()
+
+    async def routers(self) -> list[RouterStatus]:
+        return await self._controller.routers()
 
     async def scale(self, role: Role, replicas: int) -> None:
         await self._controller.scale(role, replicas)

@@ -78,11 +78,6 @@ class RouterClient:
             if text := choice["delta"].get("content"):
                 yield text
 
-    def stream_text(self, prompt: str, **sampling: object) -> Iterator[str]:
-        """Pieces of what follows the prompt, as they arrive."""
-        for choice in self._stream("/v1/completions", {"prompt": prompt, **sampling}):
-            yield choice["text"]
-
     def complete(self, prompt: str | Sequence[int], **sampling: object) -> dict[str, Any]:
         """The whole answer to a text or to token ids, as POST /v1/completions gives it."""
         body = {"model": self.model(), "prompt": prompt, **sampling}

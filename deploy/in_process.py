@@ -13,7 +13,7 @@ from collections.abc import Callable
 from sluice.decode_node.client import AsyncDecode
 from sluice.decode_node.node import DecodeNode
 from sluice.engine.config import SluiceConfig
-from sluice.engine.protocol import ClusterState, InvalidRequest, Role
+from sluice.engine.protocol import ClusterState, InvalidRequest, Role, RouterStatus
 from sluice.engine.runner import Runner
 from sluice.model.registry import Model, load_model
 from sluice.prefill_node.client import AsyncPrefill
@@ -79,6 +79,9 @@ class InProcess:
         return ClusterState(
             {Role.PREFILL: len(self.prefill), Role.DECODE: len(self.decode)},
         )
+
+    async def routers(self) -> list[RouterStatus]:
+        return [self.service.status()]
 
     async def scale(self, role: Role, replicas: int) -> None:
         raise InvalidRequest(f"{role}: the nodes of an in-process cluster are fixed")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from sluice.engine.protocol import DecodeClient, NodeInfo, PrefillClient, Role
+from sluice.engine.protocol import DecodeClient, NodeInfo, PrefillClient, Role, RouterStatus
 
 
 class NodeHandle(Protocol):
@@ -40,7 +40,7 @@ class NodeHandle(Protocol):
 
 
 class RouterHandle(Protocol):
-    """The router's process."""
+    """A router's process."""
 
     async def start(self) -> str:
         """Serve; returns the URL. Raises ConfigError, for example if the port is taken."""
@@ -57,6 +57,10 @@ class RouterHandle(Protocol):
 
     async def wait_idle(self, node_id: str) -> None:
         """Return when no request holds the node."""
+        ...
+
+    async def status(self) -> RouterStatus:
+        """What the process says of itself."""
         ...
 
     async def watch(self) -> None:

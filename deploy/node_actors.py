@@ -69,7 +69,7 @@ class NodeActor(ABC):
     def __init__(self, config: SluiceConfig, node_id: str, num_threads: int) -> None:
         # OpenMP reads it once, when torch is loaded, and applies it to every thread of the node.
         os.environ["OMP_NUM_THREADS"] = str(num_threads)
-        log_to_stderr()
+        log_to_stderr(config.log_format)
         self._config = config
         self._node_id = node_id
         self._running = False

@@ -48,7 +48,11 @@ def embedded_cpus(config: SluiceConfig, host_cpus: int) -> int:
     a node from starting.
     """
     roles = (config.prefill, config.decode)
-    return host_cpus + 1 + sum(role.max_replicas * role.num_cpus for role in roles)
+    return (
+        host_cpus
+        + config.router.replicas
+        + sum(role.max_replicas * role.num_cpus for role in roles)
+    )
 
 
 def check_gpus(config: SluiceConfig, cluster: Mapping[str, float]) -> None:

@@ -24,6 +24,7 @@ from sluice.engine.protocol import (
     NodeStatus,
     PrefillClient,
     Role,
+    RouterStatus,
     SluiceError,
 )
 
@@ -59,12 +60,14 @@ class RayLauncher:
         options = router_options(ray.cluster_resources())
         name = f"router-{next(self._router_numbers)}"
         actor = (
-            ray.remote(RouterActor).options(name=name, **options).remote(self._config, controller)
+            ray.remote(RouterActor)
+            .options(name=name, **options)
+            .remote(self._config, controller, name)
         )
         return RayRouter(actor, on_start=self._keep_port)
 
     def _keep_port(self, url: str) -> None:
-        """Have the next router, should this one die, come back under the same URL."""
+        """Have all routers, and one that takes a dead one's place, serve under the same URL."""
         router = self._config.router.model_copy(update={"port": urlsplit(url).port})
         self._config = self._config.model_copy(update={"router": router})
 
@@ -148,6 +151,10 @@ class RayRouter:
 
     async def wait_idle(self, node_id: str) -> None:
         await call("the router", self._actor.wait_idle.remote(node_id))
+
+    async def status(self) -> RouterStatus:
+        status: RouterStatus = await call("the router", self._actor.status.remote())
+        return status
 
     async def watch(self) -> None:
         await call("the router", self._actor.alive.remote())

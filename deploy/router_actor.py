@@ -12,7 +12,7 @@ from sluice.deploy.collector import spare_streams
 from sluice.deploy.logs import log_to_stderr
 from sluice.engine import tracing
 from sluice.engine.config import SluiceConfig
-from sluice.engine.protocol import Cluster, DecodeClient, PrefillClient
+from sluice.engine.protocol import Cluster, DecodeClient, PrefillClient, RouterStatus
 from sluice.router.server import RunningServer, serve
 from sluice.router.service import RouterService
 
@@ -25,8 +25,9 @@ class RouterActor:
     _service: RouterService
     _server: RunningServer
 
-    def __init__(self, config: SluiceConfig, cluster: Cluster) -> None:
-        log_to_stderr()
+    def __init__(self, config: SluiceConfig, cluster: Cluster, router_id: str) -> None:
+        log_to_stderr(config.log_format)
+        self._router_id = router_id
         self._config = config
         self._cluster = cluster
         self._stopped = asyncio.Event()
@@ -34,8 +35,8 @@ class RouterActor:
     async def start(self) -> str:
         """Serve; returns the URL under which this host is reached. Raises ConfigError."""
         router = self._config.router
-        tracing.export_to(router.otlp_endpoint, "router")
-        self._service = RouterService(self._config, self._cluster)
+        tracing.export_to(router.otlp_endpoint, self._router_id)
+        self._service = RouterService(self._config, self._cluster, self._router_id)
         self._server = await serve(self._service, router.host, router.port)
         spare_streams()
         if router.host in ANY_ADDRESS:
@@ -52,6 +53,9 @@ class RouterActor:
 
     async def wait_idle(self, node_id: str) -> None:
         await self._service.wait_idle(node_id)
+
+    async def status(self) -> RouterStatus:
+        return self._service.status()
 
     async def alive(self) -> None:
         """Return when the router was stopped; the call fails when the process dies."""

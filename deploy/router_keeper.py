@@ -9,7 +9,13 @@ from dataclasses import dataclass
 
 from sluice.deploy.backoff import Backoff
 from sluice.deploy.launcher import Launcher
-from sluice.engine.protocol import DecodeClient, NodeLost, PrefillClient, SluiceError
+from sluice.engine.protocol import (
+    DecodeClient,
+    NodeLost,
+    PrefillClient,
+    RouterStatus,
+    SluiceError,
+)
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +73,13 @@ class RouterKeeper:
                 await self._router.set_nodes(nodes.prefill, nodes.decode, nodes.draining)
             except NodeLost as error:  # `keep` starts another one and publishes again
                 log.warning("event=publish_failed reason=%s", error)
+
+    async def status(self) -> RouterStatus | None:
+        """None while the router does not answer."""
+        try:
+            return await self._router.status()
+        except NodeLost:
+            return None
 
     async def wait_idle(self, node_id: str) -> None:
         """Return when no request holds the node; a router that died holds nothing."""

@@ -121,6 +121,7 @@ PolicyName = Literal["round_robin", "least_loaded", "power_of_two", "cache_aware
 class RouterConfig(Section):
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535)  # 0: any free port
+    replicas: int = Field(1, ge=1, le=64)  # router processes; those of one host share the port
     prefill_policy: PolicyName = "cache_aware"
     decode_policy: PolicyName = "cache_aware"
     local_prefill_below_tokens: int = Field(0, ge=0)  # shorter prompts are computed on decode
@@ -179,6 +180,7 @@ class SluiceConfig(Section):
     router: RouterConfig = RouterConfig()
     transfer: TransferConfig = TransferConfig()
     ray: RayConfig = RayConfig()
+    log_format: Literal["text", "json"] = "text"  # of every process: key=value, or an object a line
 
     def role(self, role: Role) -> RoleConfig:
         """The section of one role."""

@@ -20,7 +20,7 @@ the cluster, so that the same router runs over Ray actors or over nodes in its o
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple, Protocol
@@ -264,7 +264,7 @@ class TokenChunk(NamedTuple):
 
 @dataclass(frozen=True)
 class MetricFamily:
-    """One metric of a node as plain data, to be exported by the router.
+    """One metric of a node or a router as plain data, to be exported by a router.
 
     samples: (sample name, labels, value), as prometheus_client collects them.
     """
@@ -300,6 +300,14 @@ class NodeEntry:
     state: NodeState
     host: str
     detail: str = ""  # why it is dead or still starting
+
+
+@dataclass(frozen=True)
+class RouterStatus:
+    """What one router process says of itself."""
+
+    router_id: str
+    metrics: tuple[MetricFamily, ...]
 
 
 @dataclass(frozen=True)
@@ -361,6 +369,10 @@ class Cluster(Protocol):
     """What the admin endpoints need of whoever starts and stops nodes."""
 
     async def state(self) -> ClusterState: ...
+
+    async def routers(self) -> Sequence[RouterStatus]:
+        """Every router process that answers, the asking one too."""
+        ...
 
     async def scale(self, role: Role, replicas: int) -> None:
         """Set the target; raises InvalidRequest outside the configured limits."""

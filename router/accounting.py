@@ -28,10 +28,13 @@ class RequestRecord:
         self._arrived = arrived
         self._first_at: float | None = None
         self._num_tokens = 0
+        self._num_cached_tokens = 0
+        self._nodes = ("-", "-")
         self._finished = False
 
-    def delta(self, delta: Delta) -> None:
+    def delta(self, delta: Delta, nodes: tuple[str, str]) -> None:
         now = time.monotonic()
+        self._nodes, self._num_cached_tokens = nodes, delta.num_cached_tokens
         if self._first_at is None:
             self._first_token(now)
         self._metrics.generation_tokens.inc(delta.num_tokens - self._num_tokens)
@@ -45,7 +48,7 @@ class RequestRecord:
             return
         self._metrics.failures.labels(code).inc()
         level = logging.INFO if code == "cancelled" else logging.WARNING
-        self._log("failed", level, code=code, detail=detail, tokens=self._num_tokens)
+        self._log_end("failed", time.monotonic(), level, code=code, detail=detail)
 
     def _first_token(self, now: float) -> None:
         self._first_at = now
@@ -62,7 +65,23 @@ class RequestRecord:
             per_token_s = (now - self._first_at) / (self._num_tokens - 1)
             self._metrics.per_token_s.observe(per_token_s)
             self._metrics.recent.add_per_token(per_token_s)
-        self._log("finished", reason=reason, tokens=self._num_tokens, took_s=now - self._arrived)
+        self._log_end("finished", now, reason=reason)
+
+    def _log_end(self, event: str, now: float, level: int = logging.INFO, **why: object) -> None:
+        """The one line that says all of a request."""
+        prefill, decode = self._nodes
+        self._log(
+            event,
+            level,
+            **why,
+            prompt_tokens=self._num_prompt_tokens,
+            cached_tokens=self._num_cached_tokens,
+            tokens=self._num_tokens,
+            first_token_s=None if self._first_at is None else self._first_at - self._arrived,
+            took_s=now - self._arrived,
+            prefill=prefill,
+            decode=decode,
+        )
 
     def _log(self, event: str, level: int = logging.INFO, **fields: object) -> None:
         log_event(logger, event, level=level, request_id=self._request_id, **fields)

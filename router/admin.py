@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter, Request
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from sluice.engine.protocol import NodeEntry, NodeState, Role, Unavailable
 from sluice.router.body import read_body
@@ -17,47 +18,45 @@ from sluice.router.schemas import DrainRequest, ScaleRequest
 from sluice.router.service import RouterService
 
 
-def admin_routes(service: RouterService) -> APIRouter:
-    routes = APIRouter()
+def admin_routes(service: RouterService) -> list[Route]:
+    async def health(_: Request) -> Response:
+        return JSONResponse({"status": "ok"})
 
-    @routes.get("/health")
-    async def health() -> dict[str, str]:
-        return {"status": "ok"}
-
-    @routes.get("/ready")
-    async def ready() -> Response:
+    async def ready(_: Request) -> Response:
         try:
             service.check_ready()
         except Unavailable as error:
             return response_of(error)
         return JSONResponse({"status": "ready"})
 
-    @routes.get("/metrics")
-    async def metrics() -> Response:
-        await service.refresh()
-        return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+    async def metrics(_: Request) -> Response:
+        return Response(await service.rendered_metrics(), media_type=CONTENT_TYPE_LATEST)
 
-    @routes.get("/openapi.json")
-    async def description() -> dict[str, Any]:
-        return openapi(service.model_name)
+    async def description(_: Request) -> Response:
+        return JSONResponse(openapi(service.model_name))
 
-    @routes.get("/admin/status")
-    async def status() -> dict[str, Any]:
-        return await cluster_status(service)
+    async def status(_: Request) -> Response:
+        return JSONResponse(await cluster_status(service))
 
-    @routes.post("/admin/scale")
-    async def scale(request: Request) -> dict[str, Any]:
+    async def scale(request: Request) -> Response:
         schema = parse(ScaleRequest, await read_body(request))
         await service.cluster.scale(Role(schema.role), schema.replicas)
-        return await cluster_status(service)
+        return await status(request)
 
-    @routes.post("/admin/drain")
-    async def drain(request: Request) -> dict[str, Any]:
+    async def drain(request: Request) -> Response:
         schema = parse(DrainRequest, await read_body(request))
         await service.cluster.drain(schema.node)
-        return await cluster_status(service)
+        return await status(request)
 
-    return routes
+    return [
+        Route("/health", health),
+        Route("/ready", ready),
+        Route("/metrics", metrics),
+        Route("/openapi.json", description),
+        Route("/admin/status", status),
+        Route("/admin/scale", scale, methods=["POST"]),
+        Route("/admin/drain", drain, methods=["POST"]),
+    ]
 
 
 async def cluster_status(service: RouterService) -> dict[str, Any]:

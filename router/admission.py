@@ -4,59 +4,75 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from llguidance import LLMatcher
 
 from sluice.engine.protocol import GenerateRequest, InvalidRequest, SamplingParams
-from sluice.router.schemas import GenerationSchema
+from sluice.router.schemas import ChatRequest, CompletionRequest, GenerationSchema
 from sluice.router.service import Job, RouterService
 
 TOO_LONG = "context_length_exceeded"
 
 
-def make_jobs(
-    service: RouterService,
-    schema: GenerationSchema,
-    prompts: Sequence[Sequence[int]],
-    *,
-    prompt_field: str,
-    request_id: str,
-    arrived: float,
-    grammar: str,
-) -> list[Job]:
+@dataclass(frozen=True)
+class Asked:
+    """A request as it was read. arrived: time.monotonic(). grammar: what the answer follows.
+
+    traceparent, end_of_reasoning: see Job.
+    """
+
+    request_id: str
+    body: bytes
+    schema: ChatRequest | CompletionRequest
+    prompts: list[tuple[int, ...]]
+    arrived: float
+    traceparent: str
+    grammar: str = ""
+    end_of_reasoning: int | None = None
+
+    @property
+    def is_chat(self) -> bool:
+        return isinstance(self.schema, ChatRequest)
+
+
+def make_jobs(service: RouterService, asked: Asked) -> list[Job]:
     """Jobs for `n` answers to each prompt, in the order of their choices' indexes.
 
     Raises InvalidRequest if one can never fit, Unavailable if no node is ready.
     """
-    for prompt in prompts:
+    schema = asked.schema
+    prompt_field = "messages" if asked.is_chat else "prompt"
+    for prompt in asked.prompts:
         _check_length(service, len(prompt), prompt_field)
         check_token_ids(service, prompt, prompt_field)
     check_token_ids(service, schema.stop_token_ids, "stop_token_ids")
     check_token_ids(service, list(schema.logit_bias), "logit_bias")
     service.check_ready()
-    if grammar and schema.min_tokens:
+    if asked.grammar and schema.min_tokens:
         raise InvalidRequest(
             "min_tokens: a tool call ends where it is complete, leave it out", param="min_tokens"
         )
     seed = _seed(schema.seed)
     requests = [
-        (prompt, replace(sampling, seed=(seed + answer) % 2**63, grammar=grammar))
-        for prompt in prompts
-        for sampling in [_sampling(service, schema, len(prompt), prompt_field)]
+        (prompt, sampling if answer == 0 else replace(sampling, seed=(seed + answer) % 2**63))
+        for prompt in asked.prompts
+        for sampling in [_sampling(service, asked, len(prompt), prompt_field, seed)]
         for answer in range(schema.n)
     ]
     return [
         Job(
             GenerateRequest(
-                _part_id(request_id, index, len(requests)),
-                tuple(prompt),
+                _part_id(asked.request_id, index, len(requests)),
+                prompt,
                 sampling,
                 priority=schema.priority,
                 cache_salt=schema.cache_salt,
             ),
             tuple(schema.stop),
-            arrived,
+            asked.arrived,
+            asked.traceparent,
+            asked.end_of_reasoning,
         )
         for index, (prompt, sampling) in enumerate(requests)
     ]
@@ -67,11 +83,9 @@ def _part_id(request_id: str, index: int, num_parts: int) -> str:
 
 
 def _sampling(
-    service: RouterService,
-    schema: GenerationSchema,
-    num_prompt_tokens: int,
-    prompt_field: str,
+    service: RouterService, asked: Asked, num_prompt_tokens: int, prompt_field: str, seed: int
 ) -> SamplingParams:
+    schema = asked.schema
     max_tokens = _max_tokens(service, schema, num_prompt_tokens, prompt_field)
     stop_token_ids = _stop_token_ids(service, schema)
     _check_min_tokens(service, schema, max_tokens, len(stop_token_ids))
@@ -89,18 +103,21 @@ def _sampling(
         logit_bias=tuple(schema.logit_bias.items()),
         num_top_logprobs=schema.num_top_logprobs,
         json_schema=schema.response_format.schema_text or "",
+        seed=seed,
+        grammar=asked.grammar,
     )
 
 
 def check_token_ids(service: RouterService, token_ids: Sequence[int], field: str) -> None:
     """Raises InvalidRequest for a token the model does not have."""
     vocab_size = service.checkpoint.vocab_size
-    for index, token_id in enumerate(token_ids):
-        if not 0 <= token_id < vocab_size:
-            raise InvalidRequest(
-                f"{field}.{index}: token id {token_id}, expected 0 to {vocab_size - 1}",
-                param=field,
-            )
+    if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        return
+    index = next(i for i, token_id in enumerate(token_ids) if not 0 <= token_id < vocab_size)
+    raise InvalidRequest(
+        f"{field}.{index}: token id {token_ids[index]}, expected 0 to {vocab_size - 1}",
+        param=field,
+    )
 
 
 def _check_length(service: RouterService, num_prompt_tokens: int, field: str) -> None:

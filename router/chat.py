@@ -52,6 +52,10 @@ class ChatEncoder:
         """A parser for one answer to the conversation."""
         return self._format.parser(messages, options)
 
+    def end_of_reasoning(self, messages: Sequence[Message], options: ChatOptions) -> int | None:
+        """The token that ends the reasoning with which the answer begins; None: it has none."""
+        return self._format.end_of_reasoning(messages, options)
+
     def grammar(self, messages: Sequence[Message], options: ChatOptions) -> str:
         """What the answer must follow for its tool calls to be as asked; "" for any text."""
         return self._format.grammar(messages, options)

@@ -6,19 +6,19 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from fastapi import APIRouter, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
-from sluice.router.admission import check_json_schema, check_token_ids, make_jobs
+from sluice.router.admission import Asked, check_json_schema, check_token_ids, make_jobs
 from sluice.router.body import read_body
 from sluice.router.choices import ChatChoice, Choice, TextChoice
 from sluice.router.conversation import ChatOptions, Message
 from sluice.router.merge import merged
 from sluice.router.parsing import parse
-from sluice.router.responses import Answer, Kind
+from sluice.router.responses import Answer
 from sluice.router.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -34,10 +34,7 @@ LONG_BODY_BYTES = 32 << 10  # above this, encoding takes long enough to hold up 
 T = TypeVar("T")
 
 
-def completion_routes(service: RouterService) -> APIRouter:
-    routes = APIRouter()
-
-    @routes.post("/v1/chat/completions")
+def completion_routes(service: RouterService) -> list[Route]:
     async def chat(request: Request) -> Response:
         arrived = time.monotonic()
         body = await read_body(request)
@@ -55,11 +52,18 @@ def completion_routes(service: RouterService) -> APIRouter:
                 with_logprobs=schema.logprobs,
             )
 
-        return await _respond(
-            service, request, _Asked(body, schema, [prompt], arrived, grammar), choice
+        asked = Asked(
+            request.state.request_id,
+            body,
+            schema,
+            [prompt],
+            arrived,
+            request.headers.get("traceparent", ""),
+            grammar,
+            service.encoder.end_of_reasoning(messages, options),
         )
+        return await _respond(service, request, asked, choice)
 
-    @routes.post("/v1/completions")
     async def complete(request: Request) -> Response:
         arrived = time.monotonic()
         body = await read_body(request)
@@ -75,73 +79,58 @@ def completion_routes(service: RouterService) -> APIRouter:
                 with_logprobs=schema.logprobs is not None,
             )
 
-        return await _respond(service, request, _Asked(body, schema, prompts, arrived), choice)
+        asked = Asked(
+            request.state.request_id,
+            body,
+            schema,
+            prompts,
+            arrived,
+            request.headers.get("traceparent", ""),
+        )
+        return await _respond(service, request, asked, choice)
 
-    @routes.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [_model(service)]}
+    async def models(_: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [_model(service)]})
 
-    @routes.get("/v1/models/{name:path}")
-    async def model(name: str) -> dict[str, Any]:
-        service.check_model(name)
-        return _model(service)
+    async def model(request: Request) -> Response:
+        service.check_model(request.path_params["name"])
+        return JSONResponse(_model(service))
 
-    @routes.post("/tokenize")
-    async def tokenize(request: Request) -> dict[str, Any]:
+    async def tokenize(request: Request) -> Response:
         body = await read_body(request)
         schema = parse(TokenizeRequest, body)
         service.check_model(schema.model)
         token_ids = await _encode(body, lambda: _tokenize(service, schema))
-        return {
-            "tokens": token_ids,
-            "count": len(token_ids),
-            "max_model_len": service.checkpoint.max_model_len,
-        }
+        max_model_len = service.checkpoint.max_model_len
+        return JSONResponse(
+            {"tokens": token_ids, "count": len(token_ids), "max_model_len": max_model_len}
+        )
 
-    @routes.post("/detokenize")
-    async def detokenize(request: Request) -> dict[str, str]:
+    async def detokenize(request: Request) -> Response:
         schema = parse(DetokenizeRequest, await read_body(request))
         service.check_model(schema.model)
         check_token_ids(service, schema.tokens, "tokens")
-        return {"prompt": service.encoder.decode(schema.tokens)}
+        return JSONResponse({"prompt": service.encoder.decode(schema.tokens)})
 
-    return routes
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """A request as it was read. arrived: time.monotonic(). grammar: what the answer follows."""
-
-    body: bytes
-    schema: ChatRequest | CompletionRequest
-    prompts: list[tuple[int, ...]]
-    arrived: float
-    grammar: str = ""
-
-    @property
-    def kind(self) -> Kind:
-        return "chat" if isinstance(self.schema, ChatRequest) else "text"
+    return [
+        Route("/v1/chat/completions", chat, methods=["POST"]),
+        Route("/v1/completions", complete, methods=["POST"]),
+        Route("/v1/models", models),
+        Route("/v1/models/{name:path}", model),
+        Route("/tokenize", tokenize, methods=["POST"]),
+        Route("/detokenize", detokenize, methods=["POST"]),
+    ]
 
 
 async def _respond(
-    service: RouterService, request: Request, asked: _Asked, choice: Callable[[int], Choice]
+    service: RouterService, request: Request, asked: Asked, choice: Callable[[int], Choice]
 ) -> Response:
-    schema, request_id = asked.schema, request.state.request_id
+    schema = asked.schema
     await _encode(asked.body, lambda: check_json_schema(schema.response_format.schema_text))
-    jobs = make_jobs(
-        service,
-        schema,
-        asked.prompts,
-        prompt_field="messages" if asked.kind == "chat" else "prompt",
-        request_id=request_id,
-        arrived=asked.arrived,
-        grammar=asked.grammar,
-    )
-    traceparent = request.headers.get("traceparent", "")
-    jobs = [replace(job, traceparent=traceparent) for job in jobs]
+    jobs = make_jobs(service, asked)
     answer = Answer(
-        asked.kind,
-        request_id,
+        "chat" if asked.is_chat else "text",
+        asked.request_id,
         service.model_name,
         [choice(index) for index in range(len(jobs))],
         [len(prompt) for prompt in asked.prompts],

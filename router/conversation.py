@@ -78,6 +78,10 @@ class ChatFormat(Protocol):
         """A parser for one answer to that prompt."""
         ...
 
+    def end_of_reasoning(self, messages: Sequence[Message], options: ChatOptions) -> int | None:
+        """The token that ends the reasoning with which the answer begins; None: it has none."""
+        ...
+
     def grammar(self, messages: Sequence[Message], options: ChatOptions) -> str:
         """What the answer must follow for its tool calls to be as asked; "" for any text.
 

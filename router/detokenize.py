@@ -1,4 +1,4 @@
-"""Detokenizer: token ids to text, one token at a time, never half a character.
+"""Detokenizer: token ids to text while they come, never half a character.
 
 The pieces joined are exactly what the tokenizer decodes from all ids at once. Special tokens have
 no text. The decoder runs over a short window of ids only:
@@ -8,6 +8,8 @@ no text. The decoder runs over a short window of ids only:
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
@@ -24,9 +26,9 @@ class Detokenizer:
         self._group_start = 0  # index in the window of the ids after the last complete point
         self._num_sent = 0  # characters of the window's text handed out
 
-    def push(self, token_id: int) -> str:
-        """The text that is certain now that `token_id` follows."""
-        self._window.append(token_id)
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that is certain now that these follow."""
+        self._window.extend(token_ids)
         text = self._decode(self._window)
         end = len(text) - _num_pending(text)
         piece = text[self._num_sent : end]

@@ -37,13 +37,15 @@ MAX_FAILURES = 3  # attempts that may fail before the request does
 class Tokens:
     """Output tokens in order. `num_cached_tokens`: prompt tokens prefill did not compute.
 
-    logprobs: one for each token if the request asks for them, else none.
+    logprobs: one for each token if the request asks for them, else none. nodes: ids of the prefill
+    and the decode node of this attempt.
     """
 
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     num_cached_tokens: int = 0
     logprobs: tuple[Logprobs, ...] = ()
+    nodes: tuple[str, str] = ("-", "-")
 
 
 class Dispatcher:
@@ -108,12 +110,16 @@ class Dispatcher:
                 num_cached_tokens = _cached(request, reservation.num_cached_tokens)
             else:
                 first = await reservation.prefill()  # pages are written as chunks finish
-                yield _first_tokens(request, first)
+                yield _first_tokens(request, first, pair)
                 if first.finish_reason is not None:
                     return
             async for chunk in reservation.stream():
                 yield Tokens(
-                    chunk.token_ids, chunk.finish_reason, num_cached_tokens, chunk.logprobs
+                    chunk.token_ids,
+                    chunk.finish_reason,
+                    num_cached_tokens,
+                    chunk.logprobs,
+                    pair.names,
                 )
 
     def _hold(
@@ -122,12 +128,13 @@ class Dispatcher:
         return hold(pair, request, ticket, router_id=self._router_id, background=self._background)
 
     def _log_dispatched(self, request: GenerateRequest, pair: Pair) -> None:
+        prefill, decode = pair.names
         log_event(
             logger,
             "dispatched",
             request_id=request.request_id,
-            prefill=pair.prefill.node_id if pair.prefill is not None else "-",
-            decode=pair.decode.node_id,
+            prefill=prefill,
+            decode=decode,
             tokens=len(request.token_ids),
         )
 
@@ -140,14 +147,15 @@ class Dispatcher:
             request_id=request.request_id,
             reason=reason,
             detail=error,
-            level=logging.WARNING,
+            # With several routers refusals are how a full node says so.
+            level=logging.INFO if isinstance(error, Refused) else logging.WARNING,
         )
 
 
-def _first_tokens(request: GenerateRequest, first: PrefillResult) -> Tokens:
+def _first_tokens(request: GenerateRequest, first: PrefillResult, pair: Pair) -> Tokens:
     logprobs = () if first.logprobs is None else (first.logprobs,)
     num_cached_tokens = _cached(request, first.num_cached_tokens)
-    return Tokens((first.token_id,), first.finish_reason, num_cached_tokens, logprobs)
+    return Tokens((first.token_id,), first.finish_reason, num_cached_tokens, logprobs, pair.names)
 
 
 def _cached(request: GenerateRequest, num_tokens: int) -> int:

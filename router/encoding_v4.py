@@ -77,6 +77,9 @@ class V4Format:
     def parser(self, messages: Sequence[Message], options: ChatOptions) -> OutputParser:
         return V4Parser(reasoning=_reasons(messages, options), calls=has_tools(messages, options))
 
+    def end_of_reasoning(self, messages: Sequence[Message], options: ChatOptions) -> int | None:
+        return self._end_think_id if _reasons(messages, options) else None
+
     def grammar(self, messages: Sequence[Message], options: ChatOptions) -> str:
         must = options.must_call is not None
         if not options.tools or (options.parallel_calls and not must):
@@ -86,7 +89,7 @@ class V4Format:
             [tool for tool in options.tools if tool["name"] in called],
             must=must,
             parallel=options.parallel_calls,
-            end_think_id=self._end_think_id if _reasons(messages, options) else None,
+            end_think_id=self.end_of_reasoning(messages, options),
         )
 
 

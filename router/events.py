@@ -11,12 +11,15 @@ import logging
 def log_event(
     logger: logging.Logger, event: str, *, level: int = logging.INFO, **fields: object
 ) -> None:
-    """Log `event=... key=value ...`; values with spaces are quoted."""
+    """Log `event=... key=value ...`; values with spaces are quoted.
+
+    Other formats find the pairs as they are in the record's `fields`.
+    """
     if logger.isEnabledFor(level):
         pairs = " ".join(f"{key}={_shown(value)}" for key, value in fields.items())
-        logger.log(level, "event=%s %s", event, pairs)
+        logger.log(level, "event=%s %s", event, pairs, extra={"fields": {"event": event, **fields}})
 
 
 def _shown(value: object) -> str:
     text = f"{value:.4f}" if isinstance(value, float) else str(value)
-    return repr(text) if any(character.isspace() for character in text) or not text else text
+    return text if text.split() == [text] else repr(text)

@@ -7,21 +7,35 @@ each token and catches up.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
+from collections.abc import Callable
 
 from sluice.engine.protocol import NodeLost, TokenChunk
 
 
 class Inbox:
-    """Keeps chunks in order until they are read. One reader."""
+    """Keeps chunks in order until they are read. One reader.
 
-    def __init__(self) -> None:
+    on_unread: whom to tell, once, that the reader does not come.
+    """
+
+    def __init__(self, on_unread: Callable[[], None]) -> None:
+        self.on_unread = on_unread
+        self._oldest = 0.0  # when the first of those that wait came, time.monotonic()
         self._waiting: deque[TokenChunk | NodeLost] = deque()
         self._filled = asyncio.Event()
 
     def put(self, arrived: TokenChunk | NodeLost) -> None:
+        if not self._waiting:
+            self._oldest = time.monotonic()
         self._waiting.append(arrived)
         self._filled.set()
+
+    @property
+    def unread_s(self) -> float:
+        """How long what came first has waited for its reader."""
+        return time.monotonic() - self._oldest if self._waiting else 0.0
 
     async def get(self) -> TokenChunk:
         """The tokens that have come, waiting for the first; what failed comes after them.

@@ -1,13 +1,15 @@
 """Ledger: what this router has promised of one node.
 
-The router is the only one who hands out a node's pages, so it can tell, without asking, whether a
-request fits now. Tables whose retention keeps every row are counted in pages; the others need a
-bounded number for each request and are covered by the node's limit on running requests.
+A router that is the only one hands out all of a node's pages, so it can tell, without asking,
+whether a request fits now; beside others it knows how many requests they have there, and the node
+refuses what does not fit. Tables whose retention keeps every row are counted in pages; the others
+need a bounded number for each request and are covered by the node's limit on running requests.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable
 
 from sluice.cache.spec import TableSpec, tables_of
@@ -28,6 +30,7 @@ class Ledger:
         max_outstanding_tokens: int | None,
         on_return: Callable[[], None],
     ) -> None:
+        self.num_others = 0  # requests of other routers, as the node last said
         self._info = info
         self._max_outstanding_tokens = max_outstanding_tokens
         self._on_return = on_return
@@ -44,6 +47,10 @@ class Ledger:
         return len(self._tokens)
 
     @property
+    def _num_busy(self) -> int:
+        return self.running + self.num_others
+
+    @property
     def outstanding_tokens(self) -> int:
         """Tokens to compute of all that hold the node."""
         return sum(self._work.values())
@@ -55,7 +62,7 @@ class Ledger:
     @property
     def load(self) -> float:
         """How full the node is by its scarcest resource; 1.0 is full."""
-        parts = [self.running / self._info.max_running_requests]
+        parts = [self._num_busy / self._info.max_running_requests]
         parts += [
             pages / max(1, self._info.num_pages[table]) for table, pages in self._pages.items()
         ]
@@ -63,7 +70,7 @@ class Ledger:
             parts.append(self.outstanding_tokens / self._max_outstanding_tokens)
         return max(parts)
 
-    @property
+    @functools.cached_property
     def max_tokens(self) -> int:
         """Longest request that fits when the node is empty."""
         spans = [table.tokens_per_page * self._info.num_pages[table] for table in self._pages]
@@ -73,7 +80,7 @@ class Ledger:
         """Whether a request of `num_tokens` fits beside those that hold the node now."""
         limit = self._max_outstanding_tokens
         return (
-            self.running < self._info.max_running_requests
+            self._num_busy < self._info.max_running_requests
             and (limit is None or self.outstanding_tokens < limit)
             and all(
                 pages + _num_pages(table, num_tokens) <= self._info.num_pages[table]
@@ -87,7 +94,7 @@ class Ledger:
             (taken + _num_pages(table, num_tokens)) / max(1, self._info.num_pages[table])
             for table, taken in self._pages.items()
         ]
-        return (self.running + 1) / self._info.max_running_requests + max(pages, default=0.0)
+        return (self._num_busy + 1) / self._info.max_running_requests + max(pages, default=0.0)
 
     def take(self, holder: str, num_tokens: int, work_tokens: int | None = None) -> None:
         """work_tokens: how many of the tokens have to be computed, if not all."""

@@ -1,17 +1,18 @@
 """Metrics: the router's own, and those of all nodes under one roof.
 
 Names follow vLLM where it has them. Nodes send their numbers as plain data; here they get the
-labels `node` and `role`.
+labels `node` and `role`. So do routers where there are several, with the label `router`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
+from sluice.engine.protocol import MetricFamily, RouterStatus
 from sluice.router.nodes import RoutedNode
 from sluice.router.recent import Recent
 
@@ -95,37 +96,47 @@ class RouterMetrics:
             registry=registry,
         )
 
-    def render(self) -> bytes:
-        """All metrics in Prometheus' text format."""
-        return generate_latest(_Merged(self._all_metrics()))  # type: ignore[arg-type]
+    def render(self, routers: Sequence[RouterStatus] = ()) -> bytes:
+        """All metrics in Prometheus' text format.
 
-    def _all_metrics(self) -> Iterator[Metric]:
+        routers: all of them where there are several, told apart by the label `router`.
+        """
+        return generate_latest(_Merged(self._all_metrics(routers)))  # type: ignore[arg-type]
+
+    def families(self) -> tuple[MetricFamily, ...]:
+        """This router's own metrics as plain data."""
+        return tuple(
+            MetricFamily(
+                metric.name,
+                metric.type,
+                metric.documentation,
+                tuple((sample.name, sample.labels, sample.value) for sample in metric.samples),
+            )
+            for metric in self._own_metrics()
+        )
+
+    def _all_metrics(self, routers: Sequence[RouterStatus]) -> Iterator[Metric]:
         nodes = list(self._nodes())
-        yield from self._registry.collect()
-        yield from self._request_gauges(nodes)
+        if not routers:
+            yield from self._own_metrics()
+        for router in routers:
+            yield from _labelled(router.metrics, {"router": router.router_id})
+        yield from _request_gauges(
+            [
+                (node.node_id, node.info.role.value, node.status.running, node.status.waiting)
+                for node in nodes
+                if node.status is not None
+            ]
+        )
         yield _pool_gauge(nodes)
-        yield from _node_metrics(nodes)
-
-    def _request_gauges(self, nodes: list[RoutedNode[Any]]) -> Iterator[Metric]:
-        running = GaugeMetricFamily(
-            "sluice:num_requests_running",
-            "Requests in progress on a node; on the router, requests not yet answered.",
-            labels=["node", "role"],
-        )
-        waiting = GaugeMetricFamily(
-            "sluice:num_requests_waiting",
-            "Requests that wait inside a node; on the router, those in its queue.",
-            labels=["node", "role"],
-        )
-        running.add_metric(["router", "router"], self._num_running())
-        waiting.add_metric(["router", "router"], self._num_waiting())
         for node in nodes:
             if node.status is not None:
-                labels = [node.node_id, node.info.role.value]
-                running.add_metric(labels, node.status.running)
-                waiting.add_metric(labels, node.status.waiting)
-        yield running
-        yield waiting
+                own = {"node": node.node_id, "role": node.info.role.value}
+                yield from _labelled(node.status.metrics, own)
+
+    def _own_metrics(self) -> Iterator[Metric]:
+        yield from self._registry.collect()
+        yield from _request_gauges([("router", "router", self._num_running(), self._num_waiting())])
 
 
 class _Merged:
@@ -157,11 +168,29 @@ def _pool_gauge(nodes: list[RoutedNode[Any]]) -> Metric:
     return gauge
 
 
-def _node_metrics(nodes: list[RoutedNode[Any]]) -> Iterator[Metric]:
-    for node in nodes:
-        own = {"node": node.node_id, "role": node.info.role.value}
-        for family in node.status.metrics if node.status is not None else ():
-            metric = Metric(family.name, family.help, family.kind)
-            for name, labels, value in family.samples:
-                metric.add_sample(name, {**labels, **own}, value)
-            yield metric
+def _request_gauges(entries: Sequence[tuple[str, str, int, int]]) -> Iterator[Metric]:
+    """entries: node, role, requests that run, requests that wait."""
+    running = GaugeMetricFamily(
+        "sluice:num_requests_running",
+        "Requests in progress on a node; on the router, requests not yet answered.",
+        labels=["node", "role"],
+    )
+    waiting = GaugeMetricFamily(
+        "sluice:num_requests_waiting",
+        "Requests that wait inside a node; on the router, those in its queue.",
+        labels=["node", "role"],
+    )
+    for node, role, num_running, num_waiting in entries:
+        running.add_metric([node, role], num_running)
+        waiting.add_metric([node, role], num_waiting)
+    yield running
+    yield waiting
+
+
+def _labelled(families: Iterable[MetricFamily], own: Mapping[str, str]) -> Iterator[Metric]:
+    """What another process has told, with the labels that tell whose it is."""
+    for family in families:
+        metric = Metric(family.name, family.help, family.kind)
+        for name, labels, value in family.samples:
+            metric.add_sample(name, {**labels, **own}, value)
+        yield metric

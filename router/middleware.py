@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import re
 import uuid
+from http import HTTPStatus
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sluice.router.auth import ApiKeys, check_api_key
 from sluice.router.errors import Forbidden, Unauthorized, internal_error, response_of
+from sluice.router.events import log_event
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +43,10 @@ class Border:
             if message["type"] == "http.response.start":
                 started = True
                 message["headers"] = [*message["headers"], (b"x-request-id", shown)]
+                if (status := message["status"]) >= HTTPStatus.BAD_REQUEST:
+                    log_event(
+                        logger, "refused", request_id=unique, path=scope["path"], status=status
+                    )
             await send(message)
 
         try:

@@ -44,13 +44,18 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.5
 REFUSED_PAUSE_S = 0.1  # a node that refused is not asked again before this
+UNREAD_LIMIT_S = 2.0  # a client behind by more gets no further tokens computed until it reads
 
 Client = TypeVar("Client", bound=PrefillClient | DecodeClient)
 T = TypeVar("T")
 
 
 class RoutedNode(Generic[Client]):
-    """What prefill and decode nodes have in common. `on_change` is called when it comes or goes."""
+    """What prefill and decode nodes have in common.
+
+    shared: other routers have requests there too. on_change: called when it comes or goes, or
+    others have left it.
+    """
 
     def __init__(
         self,
@@ -58,9 +63,11 @@ class RoutedNode(Generic[Client]):
         *,
         router_id: str,
         lease_s: float,
+        shared: bool,
         background: Background,
         on_change: Callable[[], None],
     ) -> None:
+        self._shared = shared
         self.client = client
         self.info: NodeInfo = client.info
         self.draining = False
@@ -80,7 +87,7 @@ class RoutedNode(Generic[Client]):
         self._background = background
         self._on_change = on_change
         self._refused_until = 0.0
-        self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._calls: set[asyncio.Timeout] = set()
         self._watcher = background.spawn(self._watch())
         self._watcher.add_done_callback(lambda _: self.lose("its watcher ended"))
 
@@ -167,18 +174,23 @@ class RoutedNode(Generic[Client]):
 
     async def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Await a call to the node. Raises NodeLost as soon as the node counts as lost."""
-        task, lost = asyncio.ensure_future(coroutine), self._lost
-        waited: set[asyncio.Future[Any]] = {task, lost}
+        if self.lost_because is not None:
+            coroutine.close()
+            raise NodeLost(f"node {self.node_id}: {self.lost_because}")
         try:
-            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                raise NodeLost(f"node {self.node_id}: {lost.result()}")
-            return task.result()
+            async with asyncio.timeout(None) as timeout:  # `lose` ends it: no task, no timer
+                self._calls.add(timeout)
+                try:
+                    return await coroutine
+                finally:
+                    self._calls.discard(timeout)
+        except TimeoutError as error:
+            if timeout.expired():
+                raise NodeLost(f"node {self.node_id}: {self.lost_because or 'was lost'}") from error
+            raise
         except NodeLost as error:
             self.lose(str(error))
             raise
-        finally:
-            task.cancel()
 
     async def refresh(self, limit_s: float) -> None:
         """Ask for the node's gauges now; the last known ones stay if it takes too long."""
@@ -194,6 +206,11 @@ class RoutedNode(Generic[Client]):
     def _note(self, status: NodeStatus) -> None:
         self.status = status
         self.cached.take(status.cached)
+        if self._shared:
+            before, ledger = self.ledger.num_others, self.ledger
+            ledger.num_others = max(0, status.running + status.waiting - ledger.running)
+            if ledger.num_others < before:
+                self._on_change()
 
     def lose(self, reason: str, *, level: int = logging.WARNING) -> None:
         """Treat the node as gone: whoever waits for it gets NodeLost."""
@@ -202,7 +219,9 @@ class RoutedNode(Generic[Client]):
         log_event(logger, "node_lost", node=self.node_id, reason=reason, level=level)
         self.lost_because = reason
         self.status = None
-        self._lost.set_result(reason)
+        for call in self._calls:
+            call.reschedule(0.0)
+        self._calls.clear()
         self._on_change()
 
     def close(self, reason: str) -> None:
@@ -214,7 +233,6 @@ class RoutedNode(Generic[Client]):
     def _recover(self) -> None:
         log_event(logger, "node_back", node=self.node_id)
         self.lost_because = None
-        self._lost = asyncio.get_running_loop().create_future()
         self._on_change()
 
     async def _watch(self) -> None:
@@ -248,24 +266,11 @@ class RoutedPrefill(RoutedNode[PrefillClient]):
 class RoutedDecode(RoutedNode[DecodeClient]):
     """A decode node: pages for prompt and output, and one stream with everybody's tokens."""
 
-    def __init__(
-        self,
-        client: DecodeClient,
-        *,
-        router_id: str,
-        lease_s: float,
-        background: Background,
-        on_change: Callable[[], None],
-    ) -> None:
+    def __init__(self, client: DecodeClient, **common: Any) -> None:
+        """common: as RoutedNode takes them."""
         self._inboxes: dict[str, Inbox] = {}
-        super().__init__(
-            client,
-            router_id=router_id,
-            lease_s=lease_s,
-            background=background,
-            on_change=on_change,
-        )
-        self._receiver = background.spawn(self._receive())
+        super().__init__(client, **common)
+        self._receiver = self._background.spawn(self._receive())
         self._receiver.add_done_callback(self._receiver_ended)
 
     def promised_tokens(self, request: GenerateRequest) -> int:
@@ -274,16 +279,20 @@ class RoutedDecode(RoutedNode[DecodeClient]):
     def greatest_tokens(self, request: GenerateRequest) -> int:
         return request.max_total_tokens
 
-    def open_inbox(self, request_id: str) -> None:
-        """Keep this request's chunks from now on, before the node can send the first."""
-        self._inboxes[request_id] = Inbox()
+    def open_inbox(self, request_id: str, on_unread: Callable[[], None]) -> Inbox:
+        """Keep this request's chunks from now on, before the node can send the first.
+
+        on_unread: called when they have not been read for UNREAD_LIMIT_S; what is in the inbox
+        then ends with Preempted, and nothing more comes.
+        """
+        inbox = self._inboxes[request_id] = Inbox(on_unread)
+        return inbox
 
     def close_inbox(self, request_id: str) -> None:
         self._inboxes.pop(request_id, None)
 
-    async def stream(self, request_id: str) -> AsyncIterator[TokenChunk]:
-        """The request's chunks up to the one with a finish reason. Raises NodeError."""
-        inbox = self._inboxes[request_id]
+    async def stream(self, inbox: Inbox) -> AsyncIterator[TokenChunk]:
+        """A request's chunks up to the one with a finish reason. Raises NodeError."""
         while True:
             chunk = await inbox.get()
             if chunk.preempted:
@@ -313,8 +322,16 @@ class RoutedDecode(RoutedNode[DecodeClient]):
                 for chunk in step:
                     if (inbox := self._inboxes.get(chunk.request_id)) is not None:
                         inbox.put(chunk)
+                        if inbox.unread_s > UNREAD_LIMIT_S and chunk.finish_reason is None:
+                            self._stop_unread(chunk.request_id, inbox)
         except NodeError as error:
             self.lose(str(error))
+
+    def _stop_unread(self, request_id: str, inbox: Inbox) -> None:
+        why = f"its client has not read for {UNREAD_LIMIT_S:g} s"
+        inbox.put(TokenChunk(request_id, (), error=why, preempted=True))
+        self.close_inbox(request_id)
+        inbox.on_unread()
 
     def _receiver_ended(self, receiver: asyncio.Task[Any]) -> None:
         if receiver is self._receiver:  # not one that a recovery has replaced

@@ -34,6 +34,11 @@ class Pair(NamedTuple):
     decode: RoutedDecode
 
     @property
+    def names(self) -> tuple[str, str]:
+        """Ids of both nodes, "-" for none."""
+        return "-" if self.prefill is None else self.prefill.node_id, self.decode.node_id
+
+    @property
     def nodes(self) -> tuple[RoutedNode[Any], ...]:
         return (self.decode,) if self.prefill is None else (self.prefill, self.decode)
 
@@ -102,6 +107,8 @@ class WaitingQueue:
 
     def wake(self) -> None:
         """Start every request that can start, in order, and turn away those nobody can take."""
+        if not self._waiting:
+            return
         turn = Turn(self._policy, self._nodes.prefill, self._nodes.decode)
         for waiter in list(self._waiting):
             if waiter.pair.done():

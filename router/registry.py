@@ -13,20 +13,25 @@ from sluice.router.nodes import RoutedDecode, RoutedNode, RoutedPrefill
 
 
 class Nodes:
-    """Views by node id; a new incarnation of a node is a new view. `on_change`: see RoutedNode."""
+    """Views by node id; a new incarnation of a node is a new view. The rest: see RoutedNode."""
 
     def __init__(
         self,
         *,
         router_id: str,
         lease_s: float,
+        shared: bool,
         background: Background,
         on_change: Callable[[], None],
     ) -> None:
-        self._router_id = router_id
-        self._lease_s = lease_s
-        self._background = background
         self._on_change = on_change
+        self._common: dict[str, Any] = {
+            "router_id": router_id,
+            "lease_s": lease_s,
+            "shared": shared,
+            "background": background,
+            "on_change": on_change,
+        }
         self._prefill: dict[str, RoutedPrefill] = {}
         self._decode: dict[str, RoutedDecode] = {}
 
@@ -61,11 +66,11 @@ class Nodes:
         self._close_departed(self._decode, decode)
         for prefill_client in prefill:
             if prefill_client.info.node_id not in self._prefill:
-                view = RoutedPrefill(prefill_client, **self._context())
+                view = RoutedPrefill(prefill_client, **self._common)
                 self._prefill[view.node_id] = view
         for decode_client in decode:
             if decode_client.info.node_id not in self._decode:
-                decode_view = RoutedDecode(decode_client, **self._context())
+                decode_view = RoutedDecode(decode_client, **self._common)
                 self._decode[decode_view.node_id] = decode_view
         for node in self:
             node.draining = node.node_id in draining
@@ -79,14 +84,6 @@ class Nodes:
     def close(self, reason: str) -> None:
         for node in self:
             node.close(reason)
-
-    def _context(self) -> dict[str, Any]:
-        return {
-            "router_id": self._router_id,
-            "lease_s": self._lease_s,
-            "background": self._background,
-            "on_change": self._on_change,
-        }
 
     @staticmethod
     def _close_departed(

@@ -9,6 +9,8 @@ Life:
  5. give back, always, once, whatever happened: stop prefill unless it has handed over, release
     the grant, return the credit. While prefill is alive but does not answer, it may still write
     whenever it does: the grant's pages are kept from reuse until it has, or has left the cluster
+A client that does not read brings step 5 early; when it reads again, the request goes on from what
+it has, as after a preemption.
 Step 5 runs as a task of its own, so that a cancelled request cannot interrupt it.
 """
 
@@ -43,11 +45,16 @@ CLEANUP_PATIENCE_S = 1.0  # the request itself waits so long for the return, the
 class Reservation:
     """See the module. `request.request_id` is unique to the attempt."""
 
-    def __init__(self, pair: Pair, request: GenerateRequest, router_id: str) -> None:
+    def __init__(
+        self, pair: Pair, request: GenerateRequest, router_id: str, background: Background
+    ) -> None:
+        self._background = background
+        self._returning: asyncio.Task[None] | None = None
         self._prefill, self._decode = pair.prefill, pair.decode
         self._nodes = pair.nodes
         self._request = request
         self._router_id = router_id
+        self._inbox = self._decode.open_inbox(request.request_id, self._park)
         self._granting: asyncio.Task[PageGrant] | None = None
         self._may_be_in_flight = False
 
@@ -64,7 +71,6 @@ class Reservation:
 
     async def reserve(self) -> None:
         """Raises Refused or NodeLost."""
-        self._decode.open_inbox(self._request.request_id)
         # A task of its own: if we are cancelled meanwhile, the grant still has to be given back.
         self._granting = asyncio.create_task(
             self._decode.call(self._decode.client.reserve(self._request, self._router_id))
@@ -95,13 +101,23 @@ class Reservation:
         num_tokens = len(self._request.token_ids)
         num_tokens += not self.local  # the first came from prefill
         with self._decode.judged():
-            async for chunk in self._decode.stream(self._request.request_id):
+            async for chunk in self._decode.stream(self._inbox):
                 num_tokens += len(chunk.token_ids)
                 self._decode.ledger.grow(self._request.request_id, num_tokens)
                 yield chunk
 
-    async def give_back(self) -> None:
-        """End the request on both nodes, then return the credit."""
+    def give_back(self) -> asyncio.Task[None]:
+        """End the request on both nodes, then return the credit; the second call does nothing."""
+        if self._returning is None:
+            self._returning = self._background.spawn(self._give_back())
+        return self._returning
+
+    def _park(self) -> None:
+        """The client does not read: the nodes are for others until it does."""
+        log_event(logger, "parked", request_id=self._request.request_id, node=self._decode.node_id)
+        self.give_back()
+
+    async def _give_back(self) -> None:
         request_id = self._request.request_id
         try:
             grant = await self._grant_if_any()
@@ -172,19 +188,20 @@ async def hold(
     router_id: str,
     background: Background,
 ) -> AsyncIterator[Reservation]:
-    """Reserve on entry, give back on exit; what failed is noted for the next attempt."""
-    reservation = Reservation(pair, request, router_id)
+    """Reserve on entry, give back on exit; what failed is noted for the next attempt.
+
+    Only where there may be one is the return waited for: an answer is not held up by it.
+    """
+    reservation = Reservation(pair, request, router_id, background)
     try:
         await reservation.reserve()
         yield reservation
-    except Refused:
-        pair.decode.pause_after_refusal()
-        raise
-    except Preempted:
-        raise
-    except NodeError:
-        ticket.avoid = {node.node_id for node in pair.nodes}
+    except NodeError as error:
+        if isinstance(error, Refused):
+            pair.decode.pause_after_refusal()
+        elif not isinstance(error, Preempted):
+            ticket.avoid = {node.node_id for node in pair.nodes}
+        await asyncio.wait({reservation.give_back()}, timeout=CLEANUP_PATIENCE_S)
         raise
     finally:
-        returning = background.spawn(reservation.give_back())
-        await asyncio.wait({returning}, timeout=CLEANUP_PATIENCE_S)
+        reservation.give_back()

@@ -62,11 +62,13 @@ class Answer:
         """A prompt counts once however many answers it has, every answer's tokens count."""
         num_prompt_tokens = sum(self._prompt_lengths)
         num_output_tokens = sum(delta.num_tokens for delta in self._last.values())
+        num_reasoning_tokens = sum(delta.num_reasoning_tokens for delta in self._last.values())
         return {
             "prompt_tokens": num_prompt_tokens,
             "completion_tokens": num_output_tokens,
             "total_tokens": num_prompt_tokens + num_output_tokens,
             "prompt_tokens_details": {"cached_tokens": self._num_cached_tokens()},
+            "completion_tokens_details": {"reasoning_tokens": num_reasoning_tokens},
         }
 
     def _num_cached_tokens(self) -> int:

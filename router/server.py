@@ -18,6 +18,8 @@ from sluice.router.service import STOP_LIMIT_S, RouterService
 logger = logging.getLogger(__name__)
 
 BACKLOG = 2048  # connections that may wait to be accepted
+# What Linux holds for a client that does not read: by itself up to 4 MB, hundreds of answers ahead.
+SEND_BUFFER_BYTES = 32 << 10
 
 
 class RunningServer:
@@ -62,7 +64,7 @@ async def serve(service: RouterService, host: str, port: int) -> RunningServer:
 
     Raises ConfigError if the address or the certificate cannot be used.
     """
-    listener = bind(host, port)
+    listener = bind(host, port, shared=service.config.router.replicas > 1)
     if not service.api_keys and not _is_loopback(host):
         logger.warning(
             "event=open_to_the_network host=%s: anybody who reaches it can use it; "
@@ -91,6 +93,7 @@ def _config(service: RouterService) -> uvicorn.Config:
         create_app(service),
         log_config=None,
         access_log=False,
+        proxy_headers=False,  # nothing here depends on a client's address
         lifespan="off",
         timeout_graceful_shutdown=5,  # by then the service has ended all requests
         ssl_certfile=router.tls_cert_file,
@@ -107,8 +110,11 @@ def _config(service: RouterService) -> uvicorn.Config:
     return config
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises ConfigError naming the address and the way out."""
+def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """A listening socket. Raises ConfigError naming the address and the way out.
+
+    shared: other processes may listen there too; Linux gives each connection to one of them.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -116,6 +122,8 @@ def bind(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, shared)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
             listener.bind(address)
             listener.listen(BACKLOG)  # now, as two sockets can be bound to a port nobody listens on
         except OSError:

@@ -23,6 +23,8 @@ from sluice.engine.protocol import (
     DecodeClient,
     GenerateRequest,
     PrefillClient,
+    RouterStatus,
+    SluiceError,
     Unavailable,
     UnknownModel,
 )
@@ -51,13 +53,15 @@ STOP_LIMIT_S = 30.0
 class Job:
     """A request with what only the router knows of it.
 
-    arrived: time.monotonic(). traceparent: the client's own, as it came.
+    arrived: time.monotonic(). traceparent: the client's own, as it came. end_of_reasoning: the
+    token that ends the reasoning with which the answer begins; None if it begins with none.
     """
 
     request: GenerateRequest
     stop: tuple[str, ...]
     arrived: float
     traceparent: str = ""
+    end_of_reasoning: int | None = None
 
     def span(self) -> Span:
         """The root of what we do for the request."""
@@ -77,7 +81,10 @@ class RouterService:
     be read.
     """
 
-    def __init__(self, config: SluiceConfig, cluster: Cluster) -> None:
+    def __init__(
+        self, config: SluiceConfig, cluster: Cluster, router_id: str | None = None
+    ) -> None:
+        """router_id: whom nodes take us for; no process ever had it before."""
         self.config = config
         self.cluster = cluster
         self.checkpoint = read_checkpoint(config.model)
@@ -86,11 +93,12 @@ class RouterService:
         self.api_keys = read_api_keys(config.router.api_keys_file)
         self.model_name = config.model.served_name
         self.created = int(time.time())
-        self.router_id = f"router-{uuid.uuid4().hex[:12]}"
+        self.router_id = router_id or f"router-{uuid.uuid4().hex[:12]}"
         self._background = Background()
         self.nodes = Nodes(
             router_id=self.router_id,
             lease_s=config.transfer.lease_s,
+            shared=config.router.replicas > 1,
             background=self._background,
             on_change=lambda: self.queue.wake(),
         )
@@ -168,6 +176,20 @@ class RouterService:
         """Fetch the nodes' gauges, so that what is shown is not a heartbeat old."""
         await self.nodes.refresh(STATUS_LIMIT_S)
 
+    async def rendered_metrics(self) -> bytes:
+        """The metrics of all routers and nodes, whichever router is asked."""
+        await self.refresh()
+        if self.config.router.replicas == 1:
+            return self.metrics.render()
+        try:
+            async with asyncio.timeout(STATUS_LIMIT_S):
+                return self.metrics.render(await self.cluster.routers())
+        except (SluiceError, TimeoutError):  # a gap in the others' numbers
+            return self.metrics.render([self.status()])
+
+    def status(self) -> RouterStatus:
+        return RouterStatus(self.router_id, self.metrics.families())
+
     def check_model(self, name: str | None) -> None:
         """Raises UnknownModel; None stands for the one model there is."""
         if name is not None and name != self.model_name:
@@ -206,18 +228,21 @@ class RouterService:
         """
         request = job.request
         deadline = job.arrived + self.config.router.request_timeout_s
-        text = OutputText(self.checkpoint.tokenizer, job.stop, request.sampling.min_tokens)
+        text = OutputText(
+            self.checkpoint.tokenizer, job.stop, request.sampling.min_tokens, job.end_of_reasoning
+        )
         num_prompt_tokens = len(request.prompt_token_ids)
         with (
             self.counted(),
             recorded(self.metrics, request.request_id, num_prompt_tokens, job.arrived) as record,
             job.span() as span,
         ):
-            request = replace(request, traceparent=span.traceparent)
+            if span.traceparent:
+                request = replace(request, traceparent=span.traceparent)
             async with contextlib.aclosing(self.generate(request, deadline)) as stream:
                 async for tokens in stream:
                     delta = text.take(tokens)
-                    record.delta(delta)
+                    record.delta(delta, tokens.nodes)
                     yield delta
                     if delta.finish_reason is not None:
                         return

@@ -11,8 +11,9 @@ import time
 from typing import Any
 
 import jinja2
-from fastapi import APIRouter, Request
+from starlette.requests import Request
 from starlette.responses import HTMLResponse
+from starlette.routing import Route
 
 from sluice.engine.protocol import Role, Unavailable
 from sluice.router.admin import cluster_status
@@ -26,11 +27,9 @@ HEADERS = {
 }
 
 
-def page_routes(service: RouterService) -> APIRouter:
-    routes = APIRouter()
+def page_routes(service: RouterService) -> list[Route]:
     template = _template()
 
-    @routes.get("/")
     async def page(request: Request) -> HTMLResponse:
         given = request.headers.get("authorization", "").encode()
         allowed = opens_admin(service.api_keys, given)
@@ -42,7 +41,7 @@ def page_routes(service: RouterService) -> APIRouter:
             {name: value.format(nonce=nonce) for name, value in HEADERS.items()},
         )
 
-    return routes
+    return [Route("/", page)]
 
 
 async def _view(service: RouterService) -> dict[str, Any]:

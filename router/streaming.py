@@ -1,9 +1,9 @@
 """Answers that end when their client does: server-sent events, and work that a client waits for.
 
 Memory per client is bounded whatever it reads: events are made only when the one before has been
-taken by the server, whose write buffer has a fixed limit, and tokens that arrive meanwhile are at
-most the request's own max_tokens small integers. A client that takes nothing for SEND_LIMIT_S is
-treated as gone, so that it cannot hold a node's pages.
+taken by the server, whose write buffer has a fixed limit, and of a client that does not read no
+more than a few seconds' tokens are computed (RoutedDecode). One that takes nothing for SEND_LIMIT_S
+is treated as gone.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from sluice.engine.protocol import SluiceError
 from sluice.router.errors import body_of, error_body, response_of
+from sluice.router.events import log_event
 
 logger = logging.getLogger(__name__)
 
@@ -38,27 +39,32 @@ T = TypeVar("T")
 
 
 class ClientGone(Exception):
-    """The client has closed its connection, or reads too slowly."""
+    """The client has closed its connection."""
+
+
+class ClientStuck(ClientGone):
+    """It is connected, but has read nothing for SEND_LIMIT_S."""
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Await `work`; a client that leaves cancels it, cleanup included, and raises ClientGone."""
-    task = asyncio.create_task(work)
-    watcher = asyncio.create_task(_disconnected(receive))
     try:
-        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGone
-        return task.result()
-    finally:
-        for pending in (task, watcher):
-            pending.cancel()
-        await asyncio.wait({task, watcher})
+        async with asyncio.timeout(None) as staying:
+            watcher = asyncio.create_task(_watch(receive, staying))
+            try:
+                return await work
+            finally:
+                watcher.cancel()
+    except TimeoutError as error:
+        if staying.expired():
+            raise ClientGone from error
+        raise
 
 
-async def _disconnected(receive: Receive) -> None:
+async def _watch(receive: Receive, staying: asyncio.Timeout) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+    staying.reschedule(0.0)
 
 
 class EventStream(Response):
@@ -73,8 +79,13 @@ class EventStream(Response):
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with contextlib.suppress(ClientGone):  # the record of the request has logged it
+        try:
             await unless_gone(receive, self._run(scope, receive, send))
+        except ClientStuck:
+            request_id = scope["state"]["request_id"]
+            log_event(logger, "not_read", request_id=request_id, limit_s=SEND_LIMIT_S)
+        except ClientGone:
+            pass  # the record of the request has logged it
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with contextlib.aclosing(self._events) as events:
@@ -114,4 +125,4 @@ async def _send_text(send: Send, text: str) -> None:
             message = {"type": "http.response.body", "body": text.encode(), "more_body": True}
             await send(message)
     except TimeoutError as error:
-        raise ClientGone from error
+        raise ClientStuck from error

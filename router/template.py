@@ -48,6 +48,9 @@ class TemplateFormat:
     def parser(self, messages: Sequence[Message], options: ChatOptions) -> OutputParser:
         return PlainParser()
 
+    def end_of_reasoning(self, messages: Sequence[Message], options: ChatOptions) -> int | None:
+        return None
+
     def grammar(self, messages: Sequence[Message], options: ChatOptions) -> str:
         return ""  # where there are tools, `render` has refused them
 

@@ -26,6 +26,7 @@ class Scored:
 class Delta:
     """The next piece of an answer. `num_tokens`: output tokens so far, the last one included.
 
+    num_reasoning_tokens: those of them before the end of reasoning.
     scored: the tokens behind the text, if the request asks for log-probabilities. They may come
     before their text, which can be held back.
     """
@@ -35,17 +36,29 @@ class Delta:
     finish_reason: FinishReason | None = None
     num_cached_tokens: int = 0
     scored: tuple[Scored, ...] = ()
+    num_reasoning_tokens: int = 0
 
 
 class OutputText:
-    """Works token by token, so that text and counts do not depend on how tokens were batched.
+    """Works token by token where stop strings or log-probabilities tell one from the next, so that
+    text and counts do not depend on how tokens were batched.
 
-    min_tokens: a stop string may begin only after so many tokens.
+    min_tokens: a stop string may begin only after so many tokens. end_of_reasoning: the token that
+    ends the reasoning at the beginning; None if there is none.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], min_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str],
+        min_tokens: int = 0,
+        end_of_reasoning: int | None = None,
+    ) -> None:
+        self._end_of_reasoning = end_of_reasoning  # None once it has come
+        self._num_reasoning_tokens = 0
         self._detokenizer = Detokenizer(tokenizer)
         self._filter = StopFilter(stop)
+        self._can_stop = bool(stop)
         self._min_tokens = min_tokens
         self._num_tokens = 0
         self._num_cached_tokens = 0
@@ -59,12 +72,13 @@ class OutputText:
         if tokens.finish_reason is FinishReason.STOP:
             visible = visible[:-1]  # the stop token ends the text, it is not part of it
         text = ""
-        for index, token_id in enumerate(visible):
+        one_by_one = self._can_stop or tokens.logprobs
+        for index, group in enumerate([(i,) for i in visible] if one_by_one else [visible]):
             if tokens.logprobs:
-                scored = Scored(token_id, self._num_characters, tokens.logprobs[index])
+                scored = Scored(group[0], self._num_characters, tokens.logprobs[index])
                 self._scored.append(scored)
-            self._num_tokens += 1
-            text += self._push(self._detokenizer.push(token_id))
+            self._count(group)
+            text += self._push(self._detokenizer.push(group))
             if self._filter.stopped:
                 return self._delta(text, FinishReason.STOP)
         self._num_tokens += len(tokens.token_ids) - len(visible)
@@ -75,10 +89,25 @@ class OutputText:
             return self._delta(text, FinishReason.STOP)
         return self._delta(text + self._filter.flush(), tokens.finish_reason)
 
+    def _count(self, token_ids: tuple[int, ...]) -> None:
+        self._num_tokens += len(token_ids)
+        if (end := self._end_of_reasoning) is None:
+            return
+        if end in token_ids:
+            self._end_of_reasoning = None
+        self._num_reasoning_tokens += token_ids.index(end) if end in token_ids else len(token_ids)
+
     def _push(self, piece: str) -> str:
         self._num_characters += len(piece)
         return piece if self._num_tokens <= self._min_tokens else self._filter.push(piece)
 
     def _delta(self, text: str, finish_reason: FinishReason | None) -> Delta:
         scored, self._scored = tuple(self._scored), []
-        return Delta(text, self._num_tokens, finish_reason, self._num_cached_tokens, scored)
+        return Delta(
+            text,
+            self._num_tokens,
+            finish_reason,
+            self._num_cached_tokens,
+            scored,
+            self._num_reasoning_tokens,
+        )

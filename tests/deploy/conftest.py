@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from sluice.cache.spec import Full, PoolSpec
 from sluice.deploy import state
 from sluice.engine.config import parse_config
-from sluice.engine.protocol import IncompatiblePeers, NodeInfo, NodeLost, Role
+from sluice.engine.protocol import IncompatiblePeers, NodeInfo, NodeLost, Role, RouterStatus
 
 ROOT = Path(__file__).parents[2]
 DRIVER = Path(__file__).parent / "ray_driver.py"
@@ -74,7 +74,8 @@ class ScriptedNode:
 class ScriptedRouter:
     """A RouterHandle that remembers what it was told; nodes in `busy` are not idle."""
 
-    def __init__(self):
+    def __init__(self, router_id):
+        self.router_id = router_id
         self.died = asyncio.Event()
         self.told = asyncio.Condition()
         self.prefill, self.decode, self.draining = set(), set(), set()
@@ -102,6 +103,11 @@ class ScriptedRouter:
         if node_id in self.idle:
             await self.idle[node_id].wait()
 
+    async def status(self):
+        if self.died.is_set():
+            raise NodeLost("the router is gone")
+        return RouterStatus(self.router_id, ())
+
     async def watch(self):
         await self.died.wait()
         raise NodeLost("the router is gone")
@@ -123,7 +129,7 @@ class ScriptedLauncher:
         return self.nodes[node_id]
 
     def router(self):
-        self.routers.append(ScriptedRouter())
+        self.routers.append(ScriptedRouter(f"router-{len(self.routers)}"))
         return self.routers[-1]
 
 
@@ -136,8 +142,8 @@ def launcher():
 def config():
     """Builds a config with the given numbers of replicas and role options."""
 
-    def build(prefill=1, decode=1, **limits):
-        sections = {"model": {"path": "unused"}}
+    def build(prefill=1, decode=1, routers=1, **limits):
+        sections = {"model": {"path": "unused"}, "router": {"replicas": routers}}
         for role, replicas in ((Role.PREFILL, prefill), (Role.DECODE, decode)):
             sections[role.value] = {"replicas": replicas, "max_replicas": 4, **limits}
         return parse_config(sections)

@@ -123,9 +123,9 @@ async def test_a_starting_node_can_be_let_go(start, launcher):
     await controller.scale(Role.DECODE, 2)
     await controller.scale(Role.DECODE, 1)
     async with asyncio.timeout(5):
-        while "decode-1" in await states(controller):
+        while not launcher.nodes["decode-1"].stopped:
             await asyncio.sleep(0)
-    assert launcher.nodes["decode-1"].stopped
+    assert "decode-1" not in await states(controller)
 
 
 async def test_a_dead_router_is_started_again_and_told_of_the_nodes(start, launcher):
@@ -135,6 +135,28 @@ async def test_a_dead_router_is_started_again_and_told_of_the_nodes(start, launc
         while len(launcher.routers) < 2:
             await asyncio.sleep(0)
     await launcher.routers[1].until(lambda r: r.prefill == {"prefill-0"} and bool(r.decode))
+
+
+async def test_every_router_is_told_of_the_nodes_and_a_dead_one_replaced(start, launcher):
+    controller, router = await start(routers=2)
+    await launcher.routers[1].until(lambda r: r.prefill == {"prefill-0"} and bool(r.decode))
+    assert [status.router_id for status in await controller.routers()] == ["router-0", "router-1"]
+    router.died.set()
+    async with asyncio.timeout(5):
+        while len(launcher.routers) < 3:
+            await asyncio.sleep(0)
+    await launcher.routers[2].until(lambda r: r.prefill == {"prefill-0"} and bool(r.decode))
+    assert [status.router_id for status in await controller.routers()] == ["router-2", "router-1"]
+
+
+async def test_a_draining_node_stays_until_no_router_holds_it(start, launcher):
+    controller, router = await start(decode=2, routers=2)
+    idle = launcher.routers[1].make_busy("decode-1")
+    await controller.drain("decode-1")
+    await router.until(lambda r: r.draining == {"decode-1"})
+    assert (await states(controller))["decode-1"] == "draining"
+    idle.set()
+    await router.until(lambda r: r.decode == {"decode-0"})
 
 
 async def test_a_dead_node_is_forgotten_after_a_while(start, launcher, monkeypatch):

@@ -37,6 +37,7 @@ from sluice.engine.protocol import (
     PrefillResult,
     Refused,
     Role,
+    RouterStatus,
     TokenChunk,
 )
 from sluice.router.app import create_app
@@ -315,6 +316,9 @@ class ScriptedCluster:
         ]
         return ClusterState(dict(self.targets), tuple(entries))
 
+    async def routers(self) -> list[RouterStatus]:
+        return [self.world.service.status(), *self.world.other_routers]
+
     async def scale(self, role: Role, replicas: int) -> None:
         if replicas > 8:
             raise InvalidRequest(f"replicas is {replicas}, expected at most 8", param="replicas")
@@ -328,10 +332,13 @@ class ScriptedCluster:
 
 
 class RawRequest:
-    """One HTTP request into the app, whose client can leave at any moment."""
+    """One HTTP request into the app, whose client can leave at any moment.
 
-    def __init__(self, app, path: str, body: dict) -> None:
-        self.messages: asyncio.Queue = asyncio.Queue()
+    max_unread: messages that the server can send before it has to wait for the client; 0: all.
+    """
+
+    def __init__(self, app, path: str, body: dict, max_unread: int) -> None:
+        self.messages: asyncio.Queue = asyncio.Queue(max_unread)
         self._left = asyncio.Event()
         self._body: bytes | None = json.dumps(body).encode()
         scope = {
@@ -362,6 +369,7 @@ class World:
         self.prefills: dict[str, ScriptedPrefill] = {}
         self.decodes: dict[str, ScriptedDecode] = {}
         self.draining: set[str] = set()
+        self.other_routers: list[RouterStatus] = []
         self.config = self.configure(folder, **settings)
         self.service = RouterService(self.config, ScriptedCluster(self))
         self.tokenizer = self.service.checkpoint.tokenizer
@@ -415,9 +423,9 @@ class World:
         body = {"model": "tiny", "messages": messages, "max_tokens": 8, **fields}
         return await self.http.post("/v1/chat/completions", json=body)
 
-    def raw(self, path: str = "/v1/completions", **fields) -> RawRequest:
+    def raw(self, path: str = "/v1/completions", *, max_unread: int = 0, **fields) -> RawRequest:
         body = {"model": "tiny", "prompt": "the cat", "max_tokens": 8, **fields}
-        return RawRequest(self.app, path, body)
+        return RawRequest(self.app, path, body, max_unread)
 
     def ids(self, prompt: str) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(prompt).ids)

@@ -166,6 +166,7 @@ async def test_prompt_over_the_limit_is_refused_before_any_node(world):
     error = check(await world.complete([9] * 250, max_tokens=7), 400, "max_tokens")
     assert error["code"] == "context_length_exceeded"
     assert (await world.complete([9] * (longest - 1), max_tokens=1)).status_code == 200
+    await world.until(world.quiescent)
     assert world.decodes["decode-0"].calls == ["reserve", "release"]
 
 

@@ -90,6 +90,24 @@ async def test_an_answer_is_split_into_reasoning_and_content(v4, events):
         assert "".join(delta.get(field, "") for delta in deltas) == message[field]
 
 
+@pytest.mark.parametrize("tokens_per_chunk", [1, 4])
+async def test_usage_tells_reasoning_tokens_streamed_or_whole(v4, events, tokens_per_chunk):
+    v4.decodes["decode-0"].tokens_per_chunk = tokens_per_chunk
+    thought = "the user greets me"
+    answers(v4, f"{thought}</think>Hello ☕!")
+    usage = (await v4.chat(max_tokens=99)).json()["usage"]
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": len(v4.ids(thought))}
+    fields = {"stream": True, "stream_options": {"include_usage": True}}
+    stream, _ = events((await v4.chat(max_tokens=99, **fields)).text)
+    assert stream[-1]["usage"] == usage
+
+
+async def test_without_thinking_no_token_is_reasoning(v4):
+    answers(v4, "Hello!")
+    usage = (await v4.chat(max_tokens=99, thinking={"type": "disabled"})).json()["usage"]
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": 0}
+
+
 async def test_tool_calls_are_read_streamed_or_whole(v4, events):
     answers(v4, f"look it up</think>One moment.{CALL}")
     [choice] = (await v4.chat(max_tokens=600, tools=TOOLS)).json()["choices"]

@@ -142,6 +142,7 @@ async def test_a_stream_waits_for_the_only_decode_node_to_come_back(world):
     await request.task
     start = await request.messages.get()
     assert start["status"] == 200
+    await world.until(world.quiescent)
     assert world.decodes["decode-1"].calls == ["reserve", "release"]
 
 

@@ -7,7 +7,7 @@ from sluice.router.inbox import Inbox
 
 
 def filled(*arrived) -> Inbox:
-    inbox = Inbox()
+    inbox = Inbox(lambda: None)
     for item in arrived:
         inbox.put(item)
     return inbox

@@ -160,6 +160,25 @@ async def test_admin_scale_and_drain(world):
     assert (await world.complete()).status_code == 503
 
 
+async def test_the_last_line_of_a_request_says_all_of_it(world, caplog):
+    caplog.set_level(logging.INFO, logger="sluice")
+    await world.complete(max_tokens=5)
+    [record] = [r for r in caplog.records if "event=finished" in r.getMessage()]
+    fields = record.fields
+    assert fields["reason"] == "length" and fields["tokens"] == 5
+    assert fields["prompt_tokens"] == len(world.ids("the cat")) and fields["cached_tokens"] == 0
+    assert (fields["prefill"], fields["decode"]) == ("prefill-0", "decode-0")
+    assert 0 < fields["first_token_s"] <= fields["took_s"]
+
+
+async def test_a_refused_request_is_logged_by_id_and_status_only(world, caplog):
+    caplog.set_level(logging.INFO, logger="sluice")
+    await world.complete(prompt="secret", temperature="secret")
+    [line] = caplog.messages
+    assert line.startswith("event=refused request_id=") and "secret" not in line
+    assert line.endswith("path=/v1/completions status=400")
+
+
 async def test_logs_follow_a_request_by_id_without_its_text(world, caplog):
     caplog.set_level(logging.INFO, logger="sluice")
     await world.http.post(
@@ -201,7 +220,7 @@ async def test_the_description_names_every_path_and_every_field(world):
     served = {
         (method.lower(), route.path.replace("{name:path}", "{name}"))
         for routes in (completion_routes(world.service), admin_routes(world.service))
-        for route in routes.routes
+        for route in routes
         for method in route.methods - {"HEAD"}
     }
     described = {(method, path) for path, item in document["paths"].items() for method in item}

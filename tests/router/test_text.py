@@ -11,9 +11,11 @@ from sluice.router.detokenize import Detokenizer
 from sluice.router.stop import StopFilter
 
 
-def pieces_of(tokenizer: Tokenizer, token_ids: list[int]) -> list[str]:
+def pieces_of(tokenizer: Tokenizer, token_ids: list[int], group_size: int = 1) -> list[str]:
     detokenizer = Detokenizer(tokenizer)
-    return [detokenizer.push(token_id) for token_id in token_ids] + [detokenizer.flush()]
+    starts = range(0, len(token_ids), group_size)
+    groups = [token_ids[start : start + group_size] for start in starts]
+    return [detokenizer.push(group) for group in groups] + [detokenizer.flush()]
 
 
 def sentencepiece_tokenizer() -> Tokenizer:
@@ -40,7 +42,7 @@ async def test_pieces_join_to_the_whole_text_for_any_tokens(world):
     vocab_size = world.tokenizer.get_vocab_size()
     for _ in range(100):
         ids = [rng.randrange(vocab_size) for _ in range(rng.randrange(40))]
-        pieces = pieces_of(world.tokenizer, ids)
+        pieces = pieces_of(world.tokenizer, ids, rng.randrange(1, 9))
         assert "".join(pieces) == world.tokenizer.decode(ids, skip_special_tokens=True)
 
 
