@@ -1,4 +1,4 @@
-"""A request's own record: its log lines and its share of the metrics."""
+"""A request's own record: its last log line and its share of the metrics."""
 
 from __future__ import annotations
 
@@ -55,7 +55,6 @@ class RequestRecord:
         self._metrics.first_token_s.observe(now - self._arrived)
         self._metrics.recent.add_first_token(now - self._arrived)
         self._metrics.prompt_tokens.inc(self._num_prompt_tokens)
-        self._log("first_token", waited_s=now - self._arrived)
 
     def _finish(self, now: float, reason: str) -> None:
         self._finished = True
@@ -70,9 +69,11 @@ class RequestRecord:
     def _log_end(self, event: str, now: float, level: int = logging.INFO, **why: object) -> None:
         """The one line that says all of a request."""
         prefill, decode = self._nodes
-        self._log(
+        log_event(
+            logger,
             event,
-            level,
+            level=level,
+            request_id=self._request_id,
             **why,
             prompt_tokens=self._num_prompt_tokens,
             cached_tokens=self._num_cached_tokens,
@@ -83,9 +84,6 @@ class RequestRecord:
             decode=decode,
         )
 
-    def _log(self, event: str, level: int = logging.INFO, **fields: object) -> None:
-        log_event(logger, event, level=level, request_id=self._request_id, **fields)
-
 
 @contextlib.contextmanager
 def recorded(
@@ -93,7 +91,6 @@ def recorded(
 ) -> Iterator[RequestRecord]:
     """Count and log a request from arrival to whatever ends it."""
     record = RequestRecord(metrics, request_id, num_prompt_tokens, arrived)
-    log_event(logger, "arrived", request_id=request_id, prompt_tokens=num_prompt_tokens)
     try:
         yield record
     except SluiceError as error:

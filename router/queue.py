@@ -17,14 +17,18 @@ from __future__ import annotations
 import asyncio
 import bisect
 import itertools
+import logging
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from sluice.engine.protocol import GenerateRequest, QueueFull, SluiceError, Unavailable
+from sluice.router.events import log_event
 from sluice.router.nodes import RoutedDecode, RoutedNode, RoutedPrefill
 from sluice.router.policy import Policy, Turn
 from sluice.router.prompt import Prompt
 from sluice.router.registry import Nodes
+
+logger = logging.getLogger(__name__)
 
 
 class Pair(NamedTuple):
@@ -98,6 +102,8 @@ class WaitingQueue:
             self.wake()
             if not waiter.pair.done() and not ticket.returning:
                 self._check_length(waiter)
+            if not waiter.pair.done():
+                log_event(logger, "queued", request_id=request.request_id, waiting=len(self))
             return await waiter.pair
         except asyncio.CancelledError:
             self._return_credit(waiter)

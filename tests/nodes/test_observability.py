@@ -108,7 +108,7 @@ async def test_one_id_finds_every_event_of_a_request_in_the_logs_of_all_nodes(ht
     lines = [line for line in caplog.messages if "request_id=mine-" in line]
     events = [line.split()[0].removeprefix("event=") for line in lines]
     assert sorted(events) == [
-        "arrived", "decode_started", "dispatched", "finished", "first_token", "prefill_started",
+        "decode_started", "dispatched", "finished", "prefill_started",
         "prefilled", "released", "reserved",
     ]  # fmt: skip
     text = (ROOT / "docs/observability.md").read_text(encoding="utf-8").partition("## Logs")[2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
@@ -181,14 +182,21 @@ async def test_a_refused_request_is_logged_by_id_and_status_only(world, caplog):
 
 async def test_logs_follow_a_request_by_id_without_its_text(world, caplog):
     caplog.set_level(logging.INFO, logger="sluice")
-    await world.http.post(
-        "/v1/completions",
-        json={"model": "tiny", "prompt": "secret words", "max_tokens": 3},
-        headers={"x-request-id": "trace-me"},
+    ledger = world.service.nodes.find("decode-0").ledger
+    ledger.take("everything", 64 * 16)
+    answer = asyncio.create_task(
+        world.http.post(
+            "/v1/completions",
+            json={"model": "tiny", "prompt": "secret words", "max_tokens": 3},
+            headers={"x-request-id": "trace-me"},
+        )
     )
+    await world.until(lambda: len(world.service.queue) == 1)
+    ledger.give_back("everything")
+    await answer
     lines = [line for line in caplog.messages if "request_id=trace-me" in line]
     names = [line.split()[0] for line in lines]
-    assert names == ["event=arrived", "event=dispatched", "event=first_token", "event=finished"]
+    assert names == ["event=queued", "event=dispatched", "event=finished"]
     assert "secret" not in caplog.text
 
 
