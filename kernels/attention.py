@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sluice.kernels.aot import Case
+from sluice.kernels.cpu import FEW_ROWS, call, compiled, dtype_of, place
 from sluice.kernels.launch import block_size, dot, runs_triton
 from sluice.kernels.rope import rotate_
 from sluice.kernels.rows import gather_rows, row_offsets
@@ -47,7 +48,10 @@ def sparse_attention(
         carries the keys' rotation in its last channels: it is undone by this one's inverse.
     Softmax and sums are fp32; the result has the dtype of `queries`.
     """
-    run = _launch if runs_triton(queries) else sparse_attention_reference
+    if runs_triton(queries):
+        run = _launch
+    else:
+        run = _attend_few if _is_few(queries, sources) else sparse_attention_reference
     return run(queries, sources, sinks, scale, rotation)
 
 
@@ -63,6 +67,28 @@ def sparse_attention_reference(
         part = slice(first, first + tile)
         parts = [(rows, slots[part]) for rows, slots in sources]
         result[part] = _attend(queries[part], parts, sinks, scale)
+    return rotate_(result, rotation.conj())
+
+
+def _is_few(queries: Tensor, sources: Sequence[Source]) -> bool:
+    pools = [rows for rows, _ in sources]
+    same = all(rows.dtype == pools[0].dtype for rows in pools)
+    return same and len(queries) <= FEW_ROWS and compiled(queries, *pools)
+
+
+def _attend_few(
+    queries: Tensor, sources: Sequence[Source], sinks: Tensor, scale: float, rotation: Tensor
+) -> Tensor:
+    first, second = sources[0], sources[-1]
+    counts = [first[1].shape[1], second[1].shape[1] if len(sources) == 2 else 0]
+    listed = [
+        part
+        for (rows, slots), count in zip((first, second), counts, strict=True)
+        for part in (*place(rows), slots.contiguous(), count)
+    ]
+    result = queries.new_empty(queries.shape)
+    sizes = (*queries.shape, scale, dtype_of(queries), dtype_of(first[0]), torch.get_num_threads())
+    call("sparse_attention", queries.contiguous(), *listed, sinks, result, *sizes)
     return rotate_(result, rotation.conj())
 
 

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sluice.kernels.aot import Case
+from sluice.kernels.cpu import FEW_ROWS, call, compiled, dtype_of, place
 from sluice.kernels.launch import block_size, dot, runs_triton
 from sluice.kernels.rows import gather_rows, row_offsets
 
@@ -29,7 +30,11 @@ def index_scores(
         that a query may not see mean nothing: `causal_topk` masks them.
     query_start: [num_requests + 1], the tokens of each request.
     """
-    run = _index_scores if runs_triton(queries) else index_scores_reference
+    if runs_triton(queries):
+        run = _index_scores
+    else:
+        is_few = len(slots) == len(queries) <= FEW_ROWS and compiled(queries, rows)
+        run = _score_few if is_few else index_scores_reference
     return run(queries, weights, rows, slots, query_start)
 
 
@@ -54,6 +59,17 @@ def index_scores_reference(
 def _weighted(products: Tensor, weights: Tensor) -> Tensor:
     """[n, num_heads, num_rows] and [n, num_heads] to [n, num_rows]."""
     return torch.bmm(weights.unsqueeze(1), products.relu_()).squeeze(1)
+
+
+def _score_few(
+    queries: Tensor, weights: Tensor, rows: Tensor, slots: Tensor, query_start: Tensor
+) -> Tensor:
+    """`index_scores` of one query a request."""
+    scores = weights.new_empty(slots.shape)
+    pointers = (queries.float(), weights.contiguous(), *place(rows), slots.contiguous(), scores)
+    sizes = (*slots.shape, *queries.shape[1:], dtype_of(rows), torch.get_num_threads())
+    call("index_scores", *pointers, *sizes)
+    return scores
 
 
 def _index_scores(

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sluice.kernels.aot import Case
+from sluice.kernels.cpu import call, dtype_of, few_rows
 from sluice.kernels.launch import block_size, runs_triton
 from sluice.kernels.matmul import Weight, grouped_linear, linear
 
@@ -18,7 +19,7 @@ def router_scores(x: Tensor, weight: Tensor) -> Tensor:
 
     x: [num_tokens, hidden]; weight: [num_experts, hidden] fp32.
     """
-    return F.softplus(F.linear(x.float(), weight)).sqrt()
+    return F.softplus(linear(x.float(), weight)).sqrt()
 
 
 def route(scores: Tensor, experts: Tensor, routed_scale: float) -> Tensor:
@@ -74,6 +75,8 @@ def routed_experts(
     w13: [num_experts, 2 * width, hidden], gate first; w2: [num_experts, hidden, width].
     A token's sum runs in the order of its choices, whatever else is in the batch.
     """
+    if few_rows(x, w13, w2):
+        return _routed_few(x, experts, weights, w13, w2, limit)
     num_tokens, num_chosen = experts.shape
     chosen = experts.flatten()
     order = chosen.argsort(stable=True)  # [num_tokens * num_chosen], by expert
@@ -84,6 +87,17 @@ def routed_experts(
     outputs = torch.empty(len(order), x.shape[1], dtype=torch.float32, device=x.device)
     outputs[order] = grouped_linear(hidden, w2, counts).float()
     return outputs.view(num_tokens, num_chosen, -1).sum(1)
+
+
+def _routed_few(
+    x: Tensor, experts: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, limit: float
+) -> Tensor:
+    """`routed_experts` of few tokens, with fp32 between the two products."""
+    result = x.new_empty(x.shape, dtype=torch.float32)
+    sizes = (len(x), experts.shape[1], len(w13), x.shape[1], w2.shape[2], limit)
+    pointers = (x.contiguous(), experts.contiguous(), weights.contiguous(), w13, w2, result)
+    call("experts", *pointers, *sizes, dtype_of(x), torch.get_num_threads())
+    return result
 
 
 @triton.jit

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sluice.kernels.aot import Case
+from sluice.kernels.cpu import call, compiled, dtype_of
 from sluice.kernels.launch import runs_triton
 
 
@@ -64,6 +65,12 @@ def rotate_(x: Tensor, rotation: Tensor) -> Tensor:
     if runs_triton(x):
         _launch(x, rotation)
         return x
+    if compiled(x):
+        rows = _rows(x)
+        turns, inverse = real_rotation(rotation)
+        sizes = (*rows.shape, rotation.shape[1], inverse, dtype_of(x), torch.get_num_threads())
+        call("rotate", rows, *rows.stride()[:2], turns, *sizes)
+        return x
     return rotate_reference_(x, rotation)
 
 
@@ -89,8 +96,12 @@ def real_rotation(rotation: Tensor) -> tuple[Tensor, bool]:
     return torch.view_as_real(rotation).contiguous(), False
 
 
+def _rows(x: Tensor) -> Tensor:
+    return x.view(x.shape[0], -1, x.shape[-1]) if x.dim() != 3 else x  # [num_tokens, heads, dim]
+
+
 def _launch(x: Tensor, rotation: Tensor) -> None:
-    rows = x.view(x.shape[0], -1, x.shape[-1]) if x.dim() != 3 else x  # [num_tokens, heads, dim]
+    rows = _rows(x)
     num_tokens, num_heads, dim = rows.shape
     if not rows.numel():
         return

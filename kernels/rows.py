@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sluice.kernels.aot import Case
+from sluice.kernels.cpu import call, compiled, dtype_of, place
 from sluice.kernels.launch import block_size, runs_triton
 
 MAX_BLOCK_ELEMENTS = 1024  # of a row at a time: 8 elements a thread
@@ -32,6 +33,9 @@ def write_rows(rows: Tensor, slots: Tensor, values: Tensor) -> None:
     assert values.shape[1:] == rows.shape[2:], "a row's shape must be the pool's row_shape"
     if runs_triton(rows):
         _copy(values.contiguous().unsqueeze(1), None, rows, slots)
+    elif compiled(rows, values):
+        sizes = (len(slots), math.prod(rows.shape[2:]), dtype_of(rows), dtype_of(values))
+        call("write_rows", *place(rows), slots, values.contiguous(), *sizes)
     else:
         write_rows_reference(rows, slots, values)
 

@@ -6,11 +6,10 @@ that a token computed now and one computed long ago are read the same way.
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from sluice.kernels.attention import sparse_attention
+from sluice.kernels.matmul import batched_linear, linear
 from sluice.kernels.norm import norm_and_rotate, rms_norm
 from sluice.model.compression import csa_source, hca_source
 from sluice.model.config import LayerType
@@ -22,10 +21,10 @@ from sluice.model.weights import AttentionWeights
 def attention(x: Tensor, weights: AttentionWeights, at: LayerStep) -> Tensor:
     """One layer's attention: [T, hidden] to [T, hidden]. Writes the layer's new rows."""
     config, eps = at.config, at.config.norm_eps
-    latent = rms_norm(F.linear(x, weights.wq_a), weights.q_norm, eps)  # [T, q_lora_rank]
-    queries = F.linear(latent, weights.wq_b).unflatten(1, (config.num_heads, -1))
+    latent = rms_norm(linear(x, weights.wq_a), weights.q_norm, eps)  # [T, q_lora_rank]
+    queries = linear(latent, weights.wq_b).unflatten(1, (config.num_heads, -1))
     queries = norm_and_rotate(queries, None, eps, at.rotation)
-    kv = norm_and_rotate(F.linear(x, weights.wkv), weights.kv_norm, eps, at.rotation)
+    kv = norm_and_rotate(linear(x, weights.wkv), weights.kv_norm, eps, at.rotation)
 
     at.store(SWA_KV, at.step.window.write, kv)
     sources = [at.source(SWA_KV, at.step.window.read, x.dtype)]
@@ -40,6 +39,6 @@ def attention(x: Tensor, weights: AttentionWeights, at: LayerStep) -> Tensor:
 
 def _project(output: Tensor, weights: AttentionWeights) -> Tensor:
     """Heads to hidden, each group of heads through its own low-rank matrix first."""
-    groups = output.reshape(output.shape[0], weights.wo_a.shape[0], -1).transpose(0, 1)
-    latent = torch.bmm(groups, weights.wo_a.transpose(1, 2)).transpose(0, 1)  # [T, groups, rank]
-    return F.linear(latent.flatten(1), weights.wo_b)
+    groups = output.reshape(output.shape[0], weights.wo_a.shape[0], -1)
+    latent = batched_linear(groups, weights.wo_a)  # [T, groups, rank]
+    return linear(latent.flatten(1), weights.wo_b)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sluice.cache.spec import PoolSpec
 from sluice.kernels.hyper_connections import collapse_head, mix_in, mix_out
+from sluice.kernels.matmul import linear
 from sluice.kernels.moe import mlp, route, routed_experts, router_scores
 from sluice.kernels.norm import rms_norm
 from sluice.kernels.rope import inverse_frequencies, yarn_inverse_frequencies
@@ -82,7 +83,7 @@ class DeepseekV4:
         x = collapse_head(
             streams, *_parts(weights.head_hc), eps=config.hc_eps, norm_eps=config.norm_eps
         )
-        return F.linear(rms_norm(x.float(), weights.norm, config.norm_eps), weights.head)
+        return linear(rms_norm(x.float(), weights.norm, config.norm_eps), weights.head)
 
     def _layer(self, streams: Tensor, layer: LayerWeights, at: LayerStep) -> Tensor:
         """Streams [T, hc_mult, hidden] through attention and experts."""

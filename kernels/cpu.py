@@ -1,0 +1,111 @@
+"""The CPU's own operations: C++ compiled on first use for the processor it runs on, and kept.
+
+A decode step of a small model is a thousand operations of torch, which take longer than the numbers
+do; and for two to sixteen rows torch's products read a matrix at half the speed of memory. So where
+`compiled` says so, an operation runs here instead of as its torch reference. Without a C++ compiler
+the references run, and one line in the log says so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import time
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+SOURCES = sorted(Path(__file__).parent.glob("cpu*.[ch]*"))
+FOLDER = Path.home() / ".cache" / "sluice"
+COMPILERS = ("g++", "clang++")
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math")
+FLAGS += ("-fopenmp", "-fPIC", "-shared")
+FEW_ROWS = 16  # beyond, torch's products are faster
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+PARAMETERS = {int: ctypes.c_int64, bool: ctypes.c_int64, float: ctypes.c_float}
+log = logging.getLogger(__name__)
+
+
+def compiled(*tensors: Tensor) -> bool:
+    """Whether operations on these tensors run here: all on a CPU, in dtypes known here."""
+    for tensor in tensors:
+        if type(tensor) is not Tensor or tensor.dtype not in DTYPES or not tensor.is_cpu:
+            return False
+    return _library() is not None
+
+
+def few_rows(x: Tensor, *weights: object) -> bool:
+    """Whether products of x [n, ...] with such weights run here."""
+    for weight in weights:
+        if type(weight) is not Tensor or weight.dtype != x.dtype or not weight.is_contiguous():
+            return False
+    return len(x) <= FEW_ROWS and compiled(x)
+
+
+def call(name: str, *arguments: Tensor | int | float | None) -> None:
+    """Run a function of the library: tensors are passed as pointers to their first number.
+
+    The parameters' types are those of the first call's arguments.
+    """
+    library = _library()
+    assert library is not None, "`compiled` is asked before"
+    function = getattr(library, name)
+    if function.argtypes is None:
+        function.argtypes = [PARAMETERS.get(type(a), ctypes.c_void_p) for a in arguments]
+    function(*[a.data_ptr() if isinstance(a, Tensor) else a for a in arguments])
+
+
+def dtype_of(tensor: Tensor) -> int:
+    """The number that the library knows a tensor's dtype by."""
+    return DTYPES[tensor.dtype]
+
+
+def place(rows: Tensor) -> tuple[Tensor, int, int, int]:
+    """A pool's layer view [num_pages, rows_per_page, *row_shape] as the library takes it."""
+    return rows, rows.stride(0), rows.stride(1), rows.shape[1]
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL(str(_build()))
+    except (OSError, subprocess.CalledProcessError) as error:
+        detail = getattr(error, "stderr", None) or error
+        log.warning("event=no_compiled_kernels decode on CPU is slower; reason=%s", detail)
+        return None
+
+
+def _build() -> Path:
+    """The library for these sources and this processor; the first process that asks compiles it."""
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        raise OSError(f"none of {', '.join(COMPILERS)} is installed")
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    path = FOLDER / f"kernels-{_fingerprint()}.so"
+    with (FOLDER / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            begin, part = time.monotonic(), path.with_suffix(f".{os.getpid()}")
+            sources = [str(source) for source in SOURCES if source.suffix == ".cpp"]
+            command = [compiler, *FLAGS, *sources, "-o", str(part)]
+            subprocess.run(command, check=True, capture_output=True, text=True)
+            part.rename(path)
+            log.info("event=kernels_compiled seconds=%.1f path=%s", time.monotonic() - begin, path)
+    return path
+
+
+def _fingerprint() -> str:
+    """Of the sources, how they are compiled, and the processor's instructions."""
+    parts = [source.read_bytes() for source in SOURCES] + [" ".join(FLAGS).encode()]
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else [platform.processor()]
+    parts += [line.encode() for line in lines if line.startswith(("flags", "Features"))][:1]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]

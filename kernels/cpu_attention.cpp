@@ -1,0 +1,251 @@
+// Attention of single queries, and the choice of rows: see attention.py, dense_attention.py,
+// indexer.py and topk.py.
+#include <functional>
+
+#include "cpu.h"
+
+namespace {
+
+// Where the rows of one layer lie in a pool.
+template <typename T>
+struct Rows {
+    const T* base;
+    int64_t page_stride, row_stride, page_rows;
+
+    const T* at(int64_t slot) const {
+        return base + slot / page_rows * page_stride + slot % page_rows * row_stride;
+    }
+};
+
+template <int W, int X, typename T>
+void scores_of(const T* const* keys, int64_t n, const float* const* queries, int64_t dim,
+               float* scores) {
+    float result[W][MAX_ROWS];
+    int64_t row = 0;
+    for (; row + W <= n; row += W) {
+        dots<W, X>(keys + row, queries, dim, result);
+        for (int a = 0; a < W; a++)
+            for (int b = 0; b < X; b++) scores[b * n + row + a] = result[a][b];
+    }
+    if constexpr (W > 1)
+        for (; row < n; row++) {
+            dots<1, X>(keys + row, queries, dim, result);
+            for (int b = 0; b < X; b++) scores[b * n + row] = result[0][b];
+        }
+}
+
+// Scores [n] become weights; `sink` takes its share of them.
+void softmax(float* scores, int64_t n, float scale, float sink) {
+    float peak = sink;
+    for (int64_t i = 0; i < n; i++) peak = std::max(peak, scores[i] *= scale);
+    float total = std::exp(sink - peak);
+    Floats sums = {};
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        Floats e = exponential(load(scores + i) - peak);
+        store(scores + i, e);
+        sums += e;
+    }
+    for (; i < n; i++) total += scores[i] = std::exp(scores[i] - peak);
+    total += sum(sums);
+    for (i = 0; i < n; i++) scores[i] /= total;
+}
+
+template <int X, typename T, typename Out>
+void weighted_sum(const float* weights, const T* const* values, int64_t n, int64_t dim,
+                  Out* const* out) {
+    int64_t channel = 0;
+    for (; channel + 2 * LANES <= dim; channel += 2 * LANES) {
+        Floats low[X] = {}, high[X] = {};
+        for (int64_t row = 0; row < n; row++) {
+            Floats a = load(values[row] + channel), b = load(values[row] + channel + LANES);
+            for (int x = 0; x < X; x++) {
+                low[x] += weights[x * n + row] * a;
+                high[x] += weights[x * n + row] * b;
+            }
+        }
+        for (int x = 0; x < X; x++)
+            for (int64_t i = 0; i < LANES; i++) {
+                put(out[x] + channel + i, low[x][i]);
+                put(out[x] + channel + LANES + i, high[x][i]);
+            }
+    }
+    for (; channel < dim; channel++)
+        for (int x = 0; x < X; x++) {
+            float total = 0;
+            for (int64_t row = 0; row < n; row++)
+                total += weights[x * n + row] * number(values[row][channel]);
+            put(out[x] + channel, total);
+        }
+}
+
+// Up to MAX_ROWS heads [count, dim] of one query over the same rows; sinks may be null.
+template <typename Q, typename T>
+void attend(const Q* queries, int64_t count, const std::vector<const T*>& keys,
+            const std::vector<const T*>& values, int64_t dim, const float* sinks, float scale,
+            Q* out) {
+    const int64_t n = keys.size();
+    std::vector<float> room, scores(count * n);
+    const float* numbers = as_floats(queries, count * dim, room);
+    const float* heads[MAX_ROWS];
+    Q* targets[MAX_ROWS];
+    for (int64_t h = 0; h < count; h++) {
+        heads[h] = numbers + h * dim;
+        targets[h] = out + h * dim;
+    }
+    with_count(count, [&](auto X) {
+        scores_of<2, X>(keys.data(), n, heads, dim, scores.data());
+        for (int h = 0; h < X; h++)
+            softmax(scores.data() + h * n, n, scale, sinks ? sinks[h] : -INFINITY);
+        weighted_sum<X>(scores.data(), values.data(), n, dim, targets);
+    });
+}
+
+template <typename T>
+void append(std::vector<const T*>& list, const Rows<T>& rows, const int64_t* slots, int64_t count) {
+    for (int64_t i = 0; i < count; i++)
+        if (slots[i] >= 0) list.push_back(rows.at(slots[i]));
+}
+
+template <typename T>
+void index_scores_of(const float* queries, const float* weights, const Rows<T>& rows,
+                     const int64_t* slots, float* scores, int64_t num_tokens, int64_t num_rows,
+                     int64_t num_heads, int64_t dim, int64_t threads) {
+    constexpr int W = 2;
+#pragma omp parallel for collapse(2) num_threads(threads) if (num_tokens * num_rows * num_heads * \
+                                                                  dim > MIN_PARALLEL)
+    for (int64_t token = 0; token < num_tokens; token++)
+        for (int64_t first = 0; first < num_rows; first += W) {
+            const T* keys[W];
+            for (int a = 0; a < W; a++) {  // a row that is none, or beyond the last: any will do
+                int64_t slot = slots[token * num_rows + std::min(first + a, num_rows - 1)];
+                keys[a] = rows.at(std::max<int64_t>(slot, 0));
+            }
+            float totals[W] = {};
+            for (int64_t base = 0; base < num_heads; base += MAX_ROWS) {
+                const int64_t count = std::min<int64_t>(MAX_ROWS, num_heads - base);
+                const float* heads[MAX_ROWS];
+                for (int64_t h = 0; h < count; h++)
+                    heads[h] = queries + (token * num_heads + base + h) * dim;
+                with_count(count, [&](auto X) {
+                    float result[W][MAX_ROWS];
+                    dots<W, X>(keys, heads, dim, result);
+                    for (int a = 0; a < W; a++)
+                        for (int h = 0; h < X; h++)
+                            totals[a] += weights[token * num_heads + base + h] *
+                                         std::max(result[a][h], 0.0f);
+                });
+            }
+            for (int64_t a = 0; a < W && first + a < num_rows; a++)
+                scores[token * num_rows + first + a] = totals[a];
+        }
+}
+
+// The k best of n scores, in order; equal ones at the cut go to the lowest rows.
+void best_of(const float* scores, int64_t n, int64_t k, int64_t* result, std::vector<float>& room) {
+    room.assign(scores, scores + n);
+    std::nth_element(room.begin(), room.begin() + k - 1, room.end(), std::greater<float>());
+    const float cut = room[k - 1];
+    int64_t places = k - std::count_if(scores, scores + n, [&](float s) { return s > cut; });
+    for (int64_t row = 0; row < n; row++)
+        if (scores[row] > cut || (scores[row] == cut && places-- > 0)) *result++ = row;
+}
+
+}  // namespace
+
+extern "C" {
+
+// The second source may have no slots at all.
+void sparse_attention(const void* queries, const void* first, int64_t first_page, int64_t first_row,
+                      int64_t first_page_rows, const int64_t* first_slots, int64_t first_count,
+                      const void* second, int64_t second_page, int64_t second_row,
+                      int64_t second_page_rows, const int64_t* second_slots, int64_t second_count,
+                      const float* sinks, void* out, int64_t num_tokens, int64_t num_heads,
+                      int64_t dim, float scale, int64_t dtype, int64_t rows_dtype,
+                      int64_t threads) {
+    const int64_t spread = (num_tokens * num_heads + threads - 1) / threads;
+    const int64_t block = std::min<int64_t>(MAX_ROWS, spread);
+    with_dtype(dtype, [&](auto* type) {
+        using Q = std::remove_pointer_t<decltype(type)>;
+        with_dtype(rows_dtype, [&](auto* row_type) {
+            using T = std::remove_pointer_t<decltype(row_type)>;
+            const Rows<T> a = {static_cast<const T*>(first), first_page, first_row, first_page_rows};
+            const Rows<T> b = {static_cast<const T*>(second), second_page, second_row,
+                               second_page_rows};
+#pragma omp parallel for collapse(2) num_threads(threads) if (                       \
+        num_tokens * num_heads * dim * (first_count + second_count) > MIN_PARALLEL)
+            for (int64_t token = 0; token < num_tokens; token++)
+                for (int64_t head = 0; head < num_heads; head += block) {
+                    std::vector<const T*> rows;
+                    append(rows, a, first_slots + token * first_count, first_count);
+                    append(rows, b, second_slots + token * second_count, second_count);
+                    const int64_t at = (token * num_heads + head) * dim;
+                    attend(static_cast<const Q*>(queries) + at, std::min(block, num_heads - head),
+                           rows, rows, dim, sinks + head, scale, static_cast<Q*>(out) + at);
+                }
+        });
+    });
+}
+
+void dense_attention(const void* queries, const void* rows, int64_t page_stride, int64_t row_stride,
+                     int64_t page_rows, const int64_t* pages, int64_t max_pages,
+                     const int64_t* num_tokens, void* out, int64_t num_requests, int64_t num_heads,
+                     int64_t num_kv_heads, int64_t dim, float scale, int64_t dtype,
+                     int64_t rows_dtype, int64_t threads) {
+    const int64_t group = num_heads / num_kv_heads;
+    with_dtype(dtype, [&](auto* type) {
+        using Q = std::remove_pointer_t<decltype(type)>;
+        with_dtype(rows_dtype, [&](auto* row_type) {
+            using T = std::remove_pointer_t<decltype(row_type)>;
+#pragma omp parallel for collapse(2) num_threads(threads)
+            for (int64_t request = 0; request < num_requests; request++)
+                for (int64_t kv_head = 0; kv_head < num_kv_heads; kv_head++) {
+                    std::vector<const T*> keys, values;
+                    for (int64_t i = 0; i < num_tokens[request]; i++) {
+                        const int64_t page = pages[request * max_pages + i / page_rows];
+                        keys.push_back(static_cast<const T*>(rows) + page * page_stride +
+                                       i % page_rows * row_stride + kv_head * dim);
+                        values.push_back(keys.back() + num_kv_heads * dim);
+                    }
+                    for (int64_t head = 0; head < group; head += MAX_ROWS) {
+                        const int64_t at =
+                            (request * num_heads + kv_head * group + head) * dim;
+                        attend<Q, T>(static_cast<const Q*>(queries) + at,
+                                     std::min<int64_t>(MAX_ROWS, group - head), keys, values, dim,
+                                     nullptr, scale, static_cast<Q*>(out) + at);
+                    }
+                }
+        });
+    });
+}
+
+void index_scores(const float* queries, const float* weights, const void* rows, int64_t page_stride,
+                  int64_t row_stride, int64_t page_rows, const int64_t* slots, float* scores,
+                  int64_t num_tokens, int64_t num_rows, int64_t num_heads, int64_t dim,
+                  int64_t rows_dtype, int64_t threads) {
+    with_dtype(rows_dtype, [&](auto* type) {
+        using T = std::remove_pointer_t<decltype(type)>;
+        const Rows<T> keys = {static_cast<const T*>(rows), page_stride, row_stride, page_rows};
+        index_scores_of(queries, weights, keys, slots, scores, num_tokens, num_rows, num_heads, dim,
+                        threads);
+    });
+}
+
+void causal_topk(const float* scores, const int64_t* num_visible, int64_t* result,
+                 int64_t num_tokens, int64_t num_rows, int64_t k, int64_t threads) {
+#pragma omp parallel num_threads(threads) if (num_tokens > 1)
+    {
+        std::vector<float> room;
+#pragma omp for
+        for (int64_t token = 0; token < num_tokens; token++) {
+            const int64_t visible = std::min(num_visible[token], num_rows);
+            int64_t* chosen = result + token * k;
+            if (visible > k) {
+                best_of(scores + token * num_rows, visible, k, chosen, room);
+            } else {
+                for (int64_t row = 0; row < k; row++) chosen[row] = row < visible ? row : -1;
+            }
+        }
+    }
+}
+}
