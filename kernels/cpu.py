@@ -15,13 +15,20 @@ import logging
 import os
 import platform
 import shutil
+import struct
 import subprocess
+import threading
 import time
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from sluice.kernels.launch import INTERPRETED
 
 SOURCES = sorted(Path(__file__).parent.glob("cpu*.[ch]*"))
 FOLDER = Path.home() / ".cache" / "sluice"
@@ -30,7 +37,7 @@ FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping
 FLAGS += ("-fopenmp", "-fPIC", "-shared")
 FEW_ROWS = 16  # beyond, torch's products are faster
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
-PARAMETERS = {int: ctypes.c_int64, bool: ctypes.c_int64, float: ctypes.c_float}
+_thread = threading.local()
 log = logging.getLogger(__name__)
 
 
@@ -39,7 +46,7 @@ def compiled(*tensors: Tensor) -> bool:
     for tensor in tensors:
         if type(tensor) is not Tensor or tensor.dtype not in DTYPES or not tensor.is_cpu:
             return False
-    return _library() is not None
+    return not INTERPRETED and _library() is not None
 
 
 def few_rows(x: Tensor, *weights: object) -> bool:
@@ -50,17 +57,61 @@ def few_rows(x: Tensor, *weights: object) -> bool:
     return len(x) <= FEW_ROWS and compiled(x)
 
 
-def call(name: str, *arguments: Tensor | int | float | None) -> None:
-    """Run a function of the library: tensors are passed as pointers to their first number.
+@dataclass(frozen=True)
+class Operation:
+    """A call of the library, ready to be made: `tensors` are what its pointers point to."""
 
-    The parameters' types are those of the first call's arguments.
-    """
+    function: int
+    arguments: ctypes.Array[ctypes.c_char]
+    tensors: tuple[Tensor, ...]
+
+
+def call(name: str, *arguments: Tensor | int | float | None) -> None:
+    """Run a function of the library: tensors are passed as pointers to their first number."""
+    function = _function(name)
+    packed = pack(arguments)
+    function(packed)
+    if (recorder := getattr(_thread, "recorder", None)) is not None:
+        tensors = tuple(a for a in arguments if isinstance(a, Tensor))
+        kept = ctypes.create_string_buffer(packed, len(packed))
+        recorder(Operation(ctypes.cast(function, ctypes.c_void_p).value or 0, kept, tensors))
+
+
+def pack(arguments: Sequence[Tensor | int | float | None]) -> bytes:
+    """Arguments as the library takes them, in 8 bytes each."""
+    numbers = [a.data_ptr() if isinstance(a, Tensor) else a or 0 for a in arguments]
+    form = "".join("d" if type(number) is float else "q" for number in numbers)
+    return struct.pack(form, *numbers)
+
+
+@contextmanager
+def recording(recorder: Callable[[Operation], None]) -> Iterator[None]:
+    """Hand every operation that this thread runs here to the recorder as well."""
+    _thread.recorder = recorder
+    try:
+        yield
+    finally:
+        _thread.recorder = None
+
+
+def is_recording() -> bool:
+    """Whether this thread's operations are recorded."""
+    return getattr(_thread, "recorder", None) is not None
+
+
+def replay(operations: Sequence[Operation]) -> Callable[[], None]:
+    """A function that makes recorded calls anew, all in one."""
+    flat = [n for o in operations for n in (o.function, ctypes.addressof(o.arguments))]
+    array = struct.pack(f"{len(flat)}Q", *flat)
+    return partial(_function("replay"), array, len(operations))
+
+
+@cache
+def _function(name: str) -> Callable[..., None]:
     library = _library()
     assert library is not None, "`compiled` is asked before"
-    function = getattr(library, name)
-    if function.argtypes is None:
-        function.argtypes = [PARAMETERS.get(type(a), ctypes.c_void_p) for a in arguments]
-    function(*[a.data_ptr() if isinstance(a, Tensor) else a for a in arguments])
+    function: Callable[..., None] = getattr(library, f"sluice_{name}")
+    return function
 
 
 def dtype_of(tensor: Tensor) -> int:

@@ -17,21 +17,21 @@ struct Rows {
     }
 };
 
-template <int W, int X, typename T>
+template <int X, typename T>
 void scores_of(const T* const* keys, int64_t n, const float* const* queries, int64_t dim,
                float* scores) {
-    float result[W][MAX_ROWS];
+    constexpr int W = WITH<X>;
+    float result[LANES];
     int64_t row = 0;
     for (; row + W <= n; row += W) {
         dots<W, X>(keys + row, queries, dim, result);
         for (int a = 0; a < W; a++)
-            for (int b = 0; b < X; b++) scores[b * n + row + a] = result[a][b];
+            for (int b = 0; b < X; b++) scores[b * n + row + a] = result[a * X + b];
     }
-    if constexpr (W > 1)
-        for (; row < n; row++) {
-            dots<1, X>(keys + row, queries, dim, result);
-            for (int b = 0; b < X; b++) scores[b * n + row] = result[0][b];
-        }
+    for (; row < n; row++) {
+        dots<1, X>(keys + row, queries, dim, result);
+        for (int b = 0; b < X; b++) scores[b * n + row] = result[b];
+    }
 }
 
 // Scores [n] become weights; `sink` takes its share of them.
@@ -94,7 +94,7 @@ void attend(const Q* queries, int64_t count, const std::vector<const T*>& keys,
         targets[h] = out + h * dim;
     }
     with_count(count, [&](auto X) {
-        scores_of<2, X>(keys.data(), n, heads, dim, scores.data());
+        scores_of<X>(keys.data(), n, heads, dim, scores.data());
         for (int h = 0; h < X; h++)
             softmax(scores.data() + h * n, n, scale, sinks ? sinks[h] : -INFINITY);
         weighted_sum<X>(scores.data(), values.data(), n, dim, targets);
@@ -116,11 +116,11 @@ void index_scores_of(const float* queries, const float* weights, const Rows<T>& 
                                                                   dim > MIN_PARALLEL)
     for (int64_t token = 0; token < num_tokens; token++)
         for (int64_t first = 0; first < num_rows; first += W) {
+            const int64_t* own = slots + token * num_rows;
+            if (own[first] < 0) continue;  // present rows come first
             const T* keys[W];
-            for (int a = 0; a < W; a++) {  // a row that is none, or beyond the last: any will do
-                int64_t slot = slots[token * num_rows + std::min(first + a, num_rows - 1)];
-                keys[a] = rows.at(std::max<int64_t>(slot, 0));
-            }
+            for (int a = 0; a < W; a++)  // beyond the last: any will do
+                keys[a] = rows.at(std::max<int64_t>(own[std::min(first + a, num_rows - 1)], 0));
             float totals[W] = {};
             for (int64_t base = 0; base < num_heads; base += MAX_ROWS) {
                 const int64_t count = std::min<int64_t>(MAX_ROWS, num_heads - base);
@@ -128,12 +128,12 @@ void index_scores_of(const float* queries, const float* weights, const Rows<T>& 
                 for (int64_t h = 0; h < count; h++)
                     heads[h] = queries + (token * num_heads + base + h) * dim;
                 with_count(count, [&](auto X) {
-                    float result[W][MAX_ROWS];
+                    float result[LANES];
                     dots<W, X>(keys, heads, dim, result);
                     for (int a = 0; a < W; a++)
                         for (int h = 0; h < X; h++)
                             totals[a] += weights[token * num_heads + base + h] *
-                                         std::max(result[a][h], 0.0f);
+                                         std::max(result[a * X + h], 0.0f);
                 });
             }
             for (int64_t a = 0; a < W && first + a < num_rows; a++)
@@ -150,10 +150,6 @@ void best_of(const float* scores, int64_t n, int64_t k, int64_t* result, std::ve
     for (int64_t row = 0; row < n; row++)
         if (scores[row] > cut || (scores[row] == cut && places-- > 0)) *result++ = row;
 }
-
-}  // namespace
-
-extern "C" {
 
 // The second source may have no slots at all.
 void sparse_attention(const void* queries, const void* first, int64_t first_page, int64_t first_row,
@@ -248,4 +244,10 @@ void causal_topk(const float* scores, const int64_t* num_visible, int64_t* resul
         }
     }
 }
-}
+
+}  // namespace
+
+EXPORT(sparse_attention)
+EXPORT(dense_attention)
+EXPORT(index_scores)
+EXPORT(causal_topk)

@@ -6,20 +6,20 @@ namespace {
 // Rows [first, last) of a matrix with k columns times up to MAX_ROWS vectors; put(row, x, value).
 template <int X, typename T, typename F>
 void multiply(const T* w, int64_t first, int64_t last, int64_t k, const float* const* xs, F put) {
-    constexpr int W = X > 4 ? 2 : 4;  // what fits into the registers
-    float result[W][MAX_ROWS];
+    constexpr int W = WITH<X>;
+    float result[LANES];
     int64_t row = first;
     for (; row + W <= last; row += W) {
         const T* ws[W];
         for (int a = 0; a < W; a++) ws[a] = w + (row + a) * k;
-        dots<W, X>(ws, xs, k, result);
+        dots<W, X, true>(ws, xs, k, result);
         for (int a = 0; a < W; a++)
-            for (int b = 0; b < X; b++) put(row + a, b, result[a][b]);
+            for (int b = 0; b < X; b++) put(row + a, b, result[a * X + b]);
     }
     for (; row < last; row++) {
         const T* one = w + row * k;
         dots<1, X>(&one, xs, k, result);
-        for (int b = 0; b < X; b++) put(row, b, result[0][b]);
+        for (int b = 0; b < X; b++) put(row, b, result[b]);
     }
 }
 
@@ -29,16 +29,25 @@ template <typename T>
 void linear_of(const T* x, int64_t x_row, int64_t x_group, const T* w, T* out, int64_t groups,
                int64_t m, int64_t n, int64_t k, int64_t threads) {
     const int64_t parts = (n + PART - 1) / PART;
+    std::vector<float> room;
+    if constexpr (!std::is_same_v<T, float>) {
+        room.resize(m * groups * k);
+        for (int64_t i = 0; i < m * groups; i++)
+            for (int64_t j = 0; j < k; j++)
+                room[i * k + j] = number(x[i / groups * x_row + i % groups * x_group + j]);
+    }
 #pragma omp parallel for num_threads(threads) if (groups * n * k > MIN_PARALLEL)
     for (int64_t item = 0; item < groups * parts; item++) {
         const int64_t group = item / parts, first = item % parts * PART;
         const int64_t last = std::min(first + PART, n);
-        std::vector<float> room[MAX_ROWS];
         for (int64_t base = 0; base < m; base += MAX_ROWS) {
             const int64_t count = std::min<int64_t>(MAX_ROWS, m - base);
             const float* xs[MAX_ROWS];
             for (int64_t b = 0; b < count; b++)
-                xs[b] = as_floats(x + group * x_group + (base + b) * x_row, k, room[b]);
+                if constexpr (std::is_same_v<T, float>)
+                    xs[b] = x + group * x_group + (base + b) * x_row;
+                else
+                    xs[b] = room.data() + ((base + b) * groups + group) * k;
             with_count(count, [&](auto X) {
                 multiply<X>(w + group * n * k, first, last, k, xs,
                             [&](int64_t row, int64_t b, float value) {
@@ -94,11 +103,11 @@ void experts_of(const T* x, const int64_t* experts, const float* weights, const 
 #pragma omp for nowait
                 for (int64_t row = 0; row < width; row++) {
                     const T* pair[2] = {w + row * hidden, w + (width + row) * hidden};
-                    float result[2][MAX_ROWS];
-                    dots<2, X>(pair, xs, hidden, result);
+                    float result[LANES];
+                    dots<2, X, true>(pair, xs, hidden, result);
                     for (int b = 0; b < X; b++)  // weighted before w2, as the models were trained
                         gated[places[b] * width + row] =
-                            swiglu(result[0][b], result[1][b], limit) * weights[places[b]];
+                            swiglu(result[b], result[X + b], limit) * weights[places[b]];
                 }
             });
         });
@@ -128,10 +137,6 @@ void experts_of(const T* x, const int64_t* experts, const float* weights, const 
     }
 }
 
-}  // namespace
-
-extern "C" {
-
 void linear(const void* x, int64_t x_row, int64_t x_group, const void* w, void* out, int64_t groups,
             int64_t m, int64_t n, int64_t k, int64_t dtype, int64_t threads) {
     with_dtype(dtype, [&](auto* type) {
@@ -151,4 +156,8 @@ void experts(const void* x, const int64_t* chosen, const float* weights, const v
                    threads);
     });
 }
-}
+
+}  // namespace
+
+EXPORT(linear)
+EXPORT(experts)

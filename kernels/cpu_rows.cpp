@@ -51,10 +51,6 @@ void balance(float* comb, int64_t n, int64_t iters, float eps) {
 
 float sigmoid(float x) { return 1 / (1 + std::exp(-x)); }
 
-}  // namespace
-
-extern "C" {
-
 // x [num_tokens, rows_per_token, dim] of two strides to out, contiguous; weight, turns may be null.
 void norm_rotate(const void* x, int64_t x_token, int64_t x_row, void* out, const float* weight,
                  const float* turns, int64_t num_tokens, int64_t rows_per_token, int64_t dim,
@@ -113,11 +109,16 @@ void compress(const float* rows, int64_t page_stride, int64_t row_stride, int64_
     const int64_t width = overlap ? 2 * dim : dim;
     for (int64_t block = 0; block < num_blocks; block++) {
         const int64_t* own = slots + block * num_tokens;
+        float* to = out + block * dim;
         std::vector<const float*> kv;
         for (int64_t i = 0; i < num_tokens; i++)
             if (own[i] >= 0)
                 kv.push_back(rows + own[i] / page_rows * page_stride + own[i] % page_rows * row_stride +
                              (overlap && i >= num_tokens / 2 ? dim : 0));
+        if (kv.empty()) {  // padding
+            std::fill(to, to + dim, 0.0f);
+            continue;
+        }
         for (int64_t channel = 0; channel < dim; channel++) {
             float peak = -INFINITY, total = 0, sum = 0;
             for (const float* token : kv) peak = std::max(peak, token[width + channel]);
@@ -126,7 +127,7 @@ void compress(const float* rows, int64_t page_stride, int64_t row_stride, int64_
                 total += weight;
                 sum += weight * token[channel];
             }
-            out[block * dim + channel] = kv.empty() ? 0 : sum / total;
+            to[channel] = sum / total;
         }
     }
 }
@@ -208,4 +209,13 @@ void mix_out(const void* output, const void* streams, const float* post, const f
             }
     });
 }
-}
+
+}  // namespace
+
+EXPORT(norm_rotate)
+EXPORT(rotate)
+EXPORT(write_rows)
+EXPORT(compress)
+EXPORT(accumulate)
+EXPORT(collapse)
+EXPORT(mix_out)

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sluice.kernels.aot import Case
+from sluice.kernels.capture import is_recording
 from sluice.kernels.cpu import FEW_ROWS, call, compiled, dtype_of, place
 from sluice.kernels.launch import block_size, dot, runs_triton
 from sluice.kernels.splits import (
@@ -148,7 +149,7 @@ def _blank(rows: Tensor, absent: Tensor) -> None:
 
     Where exact shapes cost nothing only those rows are touched, which are few.
     """
-    if rows.device.type in EXACT_ON:
+    if rows.device.type in EXACT_ON and not is_recording():
         rows.index_fill_(0, absent.nonzero().squeeze(1), 0)
     else:
         rows.masked_fill_(absent.view(-1, *[1] * (rows.dim() - 1)), 0)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from sluice.cache.spec import PoolSpec, ceil_div
+from sluice.kernels.capture import is_recording
 from sluice.model.inputs import ForwardInputs
 
 EXACT_ON = ("cpu",)  # device types where lists are exact; elsewhere no shape depends on data
@@ -85,10 +86,15 @@ def touched_blocks(inputs: ForwardInputs, ratio: int) -> tuple[Blocks, Tensor]:
     return blocks, number + offset[inputs.request_index]
 
 
+def _is_exact(tensor: Tensor) -> bool:
+    """Whether lists are as long as the data says: not where a step is recorded."""
+    return tensor.device.type in EXACT_ON and not is_recording()
+
+
 def _list_blocks(ratio: int, first: Tensor, count: Tensor, most: int) -> Blocks:
     """Blocks [first, first + count) of every request in turn, padded to `most`."""
     ends = count.cumsum(0)
-    if count.device.type in EXACT_ON:
+    if _is_exact(count):
         most = int(ends[-1])
     place = torch.arange(most, device=count.device)
     request = torch.searchsorted(ends, place, right=True).clamp(max=len(count) - 1)
@@ -184,7 +190,7 @@ def row_slots(inputs: ForwardInputs, spec: PoolSpec, rows: Tensor) -> Tensor:
 def _row_numbers(inputs: ForwardInputs, spec: PoolSpec) -> Tensor:
     """Numbers of the rows that any request may have: as many as the longest has, or could have."""
     num_rows = _max_tokens(inputs, spec) // spec.tokens_per_row
-    if inputs.positions.device.type in EXACT_ON:
+    if _is_exact(inputs.positions):
         num_rows = min(num_rows, int(_ends(inputs).max()) // spec.tokens_per_row)
     return torch.arange(num_rows, device=inputs.positions.device)
 
