@@ -75,9 +75,7 @@ class StepBuffers:
         self._holders: list[Mapping[TableSpec, PageTable]] = []  # of the rows in use
         self._valid_until = np.zeros(num_rows, dtype=np.int64)  # tokens from which a row is stale
 
-    def inputs(
-        self, num_rows: int, widths: Mapping[TableSpec, int] | None = None
-    ) -> ForwardInputs:
+    def inputs(self, num_rows: int, widths: Mapping[TableSpec, int] | None = None) -> ForwardInputs:
         """Views of the first rows.
 
         widths: columns of the page tables; by default, on a CPU, as many as the longest row has.

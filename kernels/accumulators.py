@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sluice.kernels.aot import Case
-from sluice.kernels.cpu import call, compiled, place
 from sluice.kernels.compressor import BLOCK_TOKENS, LOWEST, MAX_BLOCK_DIM
+from sluice.kernels.cpu import call, compiled, place
 from sluice.kernels.launch import block_size, runs_triton
 from sluice.kernels.rows import gather_rows, row_offsets
 

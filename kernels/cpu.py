@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -33,10 +33,10 @@ from sluice.kernels.launch import INTERPRETED
 SOURCES = sorted(Path(__file__).parent.glob("cpu*.[ch]*"))
 FOLDER = Path.home() / ".cache" / "sluice"
 COMPILERS = ("g++", "clang++")
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math")
-FLAGS += ("-fopenmp", "-fPIC", "-shared")
+FLAGS = "-std=c++17 -O3 -march=native -fno-math-errno -fno-trapping-math -fopenmp -fPIC -shared"
 FEW_ROWS = 16  # beyond, torch's products are faster
-DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # of numbers, as the library knows them
+KNOWN = {*DTYPES, torch.int64}
 _thread = threading.local()
 log = logging.getLogger(__name__)
 
@@ -44,12 +44,12 @@ log = logging.getLogger(__name__)
 def compiled(*tensors: Tensor) -> bool:
     """Whether operations on these tensors run here: all on a CPU, in dtypes known here."""
     for tensor in tensors:
-        if type(tensor) is not Tensor or tensor.dtype not in DTYPES or not tensor.is_cpu:
+        if type(tensor) is not Tensor or tensor.dtype not in KNOWN or not tensor.is_cpu:
             return False
     return not INTERPRETED and _library() is not None
 
 
-def few_rows(x: Tensor, *weights: object) -> bool:
+def few_rows(x: Tensor, *weights: Tensor) -> bool:
     """Whether products of x [n, ...] with such weights run here."""
     for weight in weights:
         if type(weight) is not Tensor or weight.dtype != x.dtype or not weight.is_contiguous():
@@ -59,10 +59,10 @@ def few_rows(x: Tensor, *weights: object) -> bool:
 
 @dataclass(frozen=True)
 class Operation:
-    """A call of the library, ready to be made: `tensors` are what its pointers point to."""
+    """A call of the library, ready to be made anew; `tensors` are what its pointers point to."""
 
-    function: int
-    arguments: ctypes.Array[ctypes.c_char]
+    function: ctypes._NamedFuncPointer
+    packed: bytes
     tensors: tuple[Tensor, ...]
 
 
@@ -73,8 +73,7 @@ def call(name: str, *arguments: Tensor | int | float | None) -> None:
     function(packed)
     if (recorder := getattr(_thread, "recorder", None)) is not None:
         tensors = tuple(a for a in arguments if isinstance(a, Tensor))
-        kept = ctypes.create_string_buffer(packed, len(packed))
-        recorder(Operation(ctypes.cast(function, ctypes.c_void_p).value or 0, kept, tensors))
+        recorder(Operation(function, packed, tensors))
 
 
 def pack(arguments: Sequence[Tensor | int | float | None]) -> bytes:
@@ -100,18 +99,21 @@ def is_recording() -> bool:
 
 
 def replay(operations: Sequence[Operation]) -> Callable[[], None]:
-    """A function that makes recorded calls anew, all in one."""
-    flat = [n for o in operations for n in (o.function, ctypes.addressof(o.arguments))]
-    array = struct.pack(f"{len(flat)}Q", *flat)
-    return partial(_function("replay"), array, len(operations))
+    """A function that makes recorded calls anew, all in one. Keeps what they read and write."""
+    functions = (ctypes.c_void_p * len(operations))(
+        *[ctypes.cast(o.function, ctypes.c_void_p).value for o in operations]
+    )
+    arguments = (ctypes.c_char_p * len(operations))(*[o.packed for o in operations])
+    run = _function("replay")
+    kept = tuple(operations)
+    return lambda: run(functions, arguments, len(kept))
 
 
 @cache
-def _function(name: str) -> Callable[..., None]:
+def _function(name: str) -> ctypes._NamedFuncPointer:
     library = _library()
     assert library is not None, "`compiled` is asked before"
-    function: Callable[..., None] = getattr(library, f"sluice_{name}")
-    return function
+    return getattr(library, f"sluice_{name}")
 
 
 def dtype_of(tensor: Tensor) -> int:
@@ -146,7 +148,7 @@ def _build() -> Path:
         if not path.exists():
             begin, part = time.monotonic(), path.with_suffix(f".{os.getpid()}")
             sources = [str(source) for source in SOURCES if source.suffix == ".cpp"]
-            command = [compiler, *FLAGS, *sources, "-o", str(part)]
+            command = [compiler, *FLAGS.split(), *sources, "-o", str(part)]
             subprocess.run(command, check=True, capture_output=True, text=True)
             part.rename(path)
             log.info("event=kernels_compiled seconds=%.1f path=%s", time.monotonic() - begin, path)
@@ -155,7 +157,7 @@ def _build() -> Path:
 
 def _fingerprint() -> str:
     """Of the sources, how they are compiled, and the processor's instructions."""
-    parts = [source.read_bytes() for source in SOURCES] + [" ".join(FLAGS).encode()]
+    parts = [source.read_bytes() for source in SOURCES] + [FLAGS.encode()]
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else [platform.processor()]
     parts += [line.encode() for line in lines if line.startswith(("flags", "Features"))][:1]

@@ -67,7 +67,7 @@ struct Chosen {
 std::vector<Chosen> by_expert(const int64_t* experts, int64_t num_places, int64_t num_experts) {
     std::vector<Chosen> all(num_experts), used;
     for (int64_t place = 0; place < num_places; place++)
-        all[experts[place]].places.push_back(place);
+        all[experts ? experts[place] : 0].places.push_back(place);
     for (int64_t expert = 0; expert < num_experts; expert++)
         if (!all[expert].places.empty()) used.push_back({expert, std::move(all[expert].places)});
     return used;
@@ -107,7 +107,8 @@ void experts_of(const T* x, const int64_t* experts, const float* weights, const 
                     dots<2, X, true>(pair, xs, hidden, result);
                     for (int b = 0; b < X; b++)  // weighted before w2, as the models were trained
                         gated[places[b] * width + row] =
-                            swiglu(result[b], result[X + b], limit) * weights[places[b]];
+                            swiglu(result[b], result[X + b], limit) *
+                            (weights ? weights[places[b]] : 1);
                 }
             });
         });
@@ -137,6 +138,31 @@ void experts_of(const T* x, const int64_t* experts, const float* weights, const 
     }
 }
 
+// logits [m, num_experts] to choices [m, num_chosen], their scores' shares being `weights`. The
+// choices are those of the token in `table`, or else the best by score + bias.
+void choose_experts(const float* logits, const float* bias, const int64_t* table,
+                    const int64_t* token_ids, int64_t* chosen, float* weights, int64_t m,
+                    int64_t num_experts, int64_t num_chosen, float routed_scale) {
+    std::vector<float> scores(num_experts), ranks(num_experts);
+    for (int64_t token = 0; token < m; token++) {
+        for (int64_t e = 0; e < num_experts; e++) {
+            const float logit = logits[token * num_experts + e];
+            scores[e] = std::sqrt(logit > 20 ? logit : std::log1p(std::exp(logit)));
+            ranks[e] = bias ? scores[e] + bias[e] : 0;
+        }
+        float total = 0;
+        for (int64_t choice = 0; choice < num_chosen; choice++) {
+            const int64_t best = std::max_element(ranks.begin(), ranks.end()) - ranks.begin();
+            const int64_t e = table ? table[token_ids[token] * num_chosen + choice] : best;
+            ranks[e] = -INFINITY;
+            chosen[token * num_chosen + choice] = e;
+            total += weights[token * num_chosen + choice] = scores[e];
+        }
+        for (int64_t choice = 0; choice < num_chosen; choice++)
+            weights[token * num_chosen + choice] *= routed_scale / std::max(total, 1e-20f);
+    }
+}
+
 void linear(const void* x, int64_t x_row, int64_t x_group, const void* w, void* out, int64_t groups,
             int64_t m, int64_t n, int64_t k, int64_t dtype, int64_t threads) {
     with_dtype(dtype, [&](auto* type) {
@@ -159,5 +185,6 @@ void experts(const void* x, const int64_t* chosen, const float* weights, const v
 
 }  // namespace
 
+EXPORT(choose_experts)
 EXPORT(linear)
 EXPORT(experts)

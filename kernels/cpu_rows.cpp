@@ -102,6 +102,49 @@ void write_rows(void* rows, int64_t page_stride, int64_t row_stride, int64_t pag
     });
 }
 
+// A tensor of up to two dimensions, or one that is repeated along some: 0 strides.
+template <typename T>
+struct Spread {
+    const T* base;
+    int64_t outer, inner;
+
+    T at(int64_t i, int64_t j) const { return base[i * outer + j * inner]; }
+};
+
+void page_slots(const int64_t* tokens, int64_t tokens_outer, int64_t tokens_inner,
+                const int64_t* request, int64_t request_outer, int64_t request_inner,
+                const bool* valid, int64_t valid_outer, int64_t valid_inner, const int64_t* pages,
+                int64_t pages_stride, const int64_t* first_pages, int64_t* out, int64_t outer,
+                int64_t inner, int64_t tokens_per_page, int64_t tokens_per_row) {
+    const Spread<int64_t> token = {tokens, tokens_outer, tokens_inner};
+    const Spread<int64_t> owner = {request, request_outer, request_inner};
+    const Spread<bool> real = {valid, valid_outer, valid_inner};
+    const int64_t rows_per_page = tokens_per_page / tokens_per_row;
+    for (int64_t i = 0; i < outer; i++)
+        for (int64_t j = 0; j < inner; j++) {
+            if (valid && !real.at(i, j)) {
+                *out++ = -1;
+                continue;
+            }
+            const int64_t at = token.at(i, j), r = owner.at(i, j);
+            const int64_t first = first_pages ? first_pages[r] : 0;
+            const int64_t column = std::max<int64_t>(at / tokens_per_page - first, 0);
+            *out++ = pages[r * pages_stride + column] * rows_per_page +
+                     at % tokens_per_page / tokens_per_row;
+        }
+}
+
+// Unit complex numbers [num_tokens, pairs].
+void rotations(const int64_t* positions, const float* frequencies, float* out, int64_t num_tokens,
+               int64_t pairs) {
+    for (int64_t token = 0; token < num_tokens; token++)
+        for (int64_t pair = 0; pair < pairs; pair++) {
+            const float angle = float(positions[token]) * frequencies[pair];
+            *out++ = std::cos(angle);
+            *out++ = std::sin(angle);
+        }
+}
+
 // Blocks' rows [num_blocks, dim] from tokens' kv and score; `overlap` as compressor.py draws it.
 void compress(const float* rows, int64_t page_stride, int64_t row_stride, int64_t page_rows,
               const int64_t* slots, float* out, int64_t num_blocks, int64_t num_tokens, int64_t dim,
@@ -214,6 +257,8 @@ void mix_out(const void* output, const void* streams, const float* post, const f
 
 EXPORT(norm_rotate)
 EXPORT(rotate)
+EXPORT(page_slots)
+EXPORT(rotations)
 EXPORT(write_rows)
 EXPORT(compress)
 EXPORT(accumulate)

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sluice.kernels.aot import Case
-from sluice.kernels.cpu import call, compiled, dtype_of, few_rows
+from sluice.kernels.cpu import call, dtype_of, few_rows
 from sluice.kernels.launch import runs_triton
 from sluice.kernels.matmul import linear
 

@@ -73,7 +73,7 @@ def linear(x: Tensor, weight: Weight) -> Tensor:
 
     x: [n, in]; weight: [out, in], of x's dtype (torch multiplies that) or block-scaled.
     """
-    if few_rows(x, weight):
+    if isinstance(weight, Tensor) and few_rows(x, weight):
         return _multiply_few(x.unsqueeze(1), weight.unsqueeze(0)).squeeze(1)
     if isinstance(weight, Tensor) or not runs_triton(x):
         return linear_reference(x, weight)

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sluice.kernels.aot import Case
-from sluice.kernels.cpu import call, compiled, dtype_of
+from sluice.kernels.cpu import FEW_ROWS, call, compiled, dtype_of
 from sluice.kernels.launch import runs_triton
 
 
@@ -47,11 +47,15 @@ def yarn_inverse_frequencies(
 
 
 def rotations(positions: Tensor, frequencies: Tensor) -> Tensor:
-    """Unit complex numbers that rotate each pair: [*positions.shape, rope_dim // 2] complex64.
+    """Unit complex numbers that rotate each pair: [n, rope_dim // 2] complex64, of positions [n].
 
     Angles are fp32 products on purpose: the models were trained with them, and fp64 gives other
     values at a million tokens.
     """
+    if len(positions) <= FEW_ROWS and compiled(positions, frequencies):
+        result = frequencies.new_empty(len(positions), len(frequencies), dtype=torch.complex64)
+        call("rotations", positions.contiguous(), frequencies, result, *result.shape)
+        return result
     angles = positions.unsqueeze(-1).float() * frequencies
     return torch.polar(torch.ones_like(angles), angles)
 

@@ -42,7 +42,7 @@ def hca_source(x: Tensor, weights: AttentionWeights, at: LayerStep) -> Source:
 def _compress(x: Tensor, weights: CompressorWeights, at: LayerStep, step: CompressorStep) -> None:
     """Write the tokens' kv and score to the state pool, and the new rows to theirs."""
     tokens = linear(x.float(), weights.wkv_gate).unflatten(1, (2, -1))  # [T, 2, width]
-    tokens[:, 1] += weights.ape[step.ape_row]
+    tokens[:, 1].add_(weights.ape[step.ape_row])
     new = step.state.update(at.rows(step.state.pool), tokens)  # [n, dim]
     if new.shape[0]:
         new = norm_and_rotate(new, weights.norm, at.config.norm_eps, step.row_rotation)

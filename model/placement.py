@@ -112,26 +112,24 @@ def window_slots(inputs: ForwardInputs, spec: PoolSpec, window: int) -> Tensor:
     """Slots of the last `window` tokens up to each token, itself included: [T, window]."""
     back = torch.arange(window - 1, -1, -1, device=inputs.positions.device)
     tokens = inputs.positions.unsqueeze(1) - back
-    return _slots_where(tokens >= 0, inputs, spec, inputs.request_index.unsqueeze(1), tokens)
+    return inputs.slots(spec, inputs.request_index.unsqueeze(1), tokens, tokens >= 0)
 
 
 def block_slots(inputs: ForwardInputs, spec: PoolSpec, blocks: Blocks) -> Tensor:
     """Slot of each block's row: [n]."""
-    return _slots_where(blocks.valid, inputs, spec, blocks.request, blocks.first_token)
+    return inputs.slots(spec, blocks.request, blocks.first_token, blocks.valid)
 
 
 def earlier_block_slots(inputs: ForwardInputs, spec: PoolSpec, blocks: Blocks) -> Tensor:
     """Slots of rows of blocks that earlier steps began, -1 for blocks that begin now: [n]."""
     begun = blocks.valid & (blocks.first_token < inputs.num_computed[blocks.request])
-    return _slots_where(begun, inputs, spec, blocks.request, blocks.first_token)
+    return inputs.slots(spec, blocks.request, blocks.first_token, begun)
 
 
 def unfinished_block_slots(inputs: ForwardInputs, spec: PoolSpec, blocks: Blocks) -> Tensor:
     """Slots of rows of blocks that this step leaves unfinished, -1 for the others: [n]."""
     open_blocks = blocks.first_token + blocks.ratio > _ends(inputs)[blocks.request]
-    return _slots_where(
-        blocks.valid & open_blocks, inputs, spec, blocks.request, blocks.first_token
-    )
+    return inputs.slots(spec, blocks.request, blocks.first_token, blocks.valid & open_blocks)
 
 
 def finished_block_slots(inputs: ForwardInputs, spec: PoolSpec, blocks: Blocks) -> Tensor:
@@ -143,7 +141,7 @@ def finished_block_slots(inputs: ForwardInputs, spec: PoolSpec, blocks: Blocks) 
     closed = block_ends <= _ends(inputs)[blocks.request]
     new = block_ends > inputs.num_history[blocks.request]
     valid = blocks.valid & closed & new
-    return _slots_where(valid, inputs, spec, blocks.request, blocks.first_token)
+    return inputs.slots(spec, blocks.request, blocks.first_token, valid)
 
 
 def block_token_slots(
@@ -157,7 +155,7 @@ def block_token_slots(
     within = torch.arange(-overlap * ratio, ratio, device=blocks.number.device)
     tokens = blocks.first_token.unsqueeze(1) + within
     valid = blocks.valid.unsqueeze(1) & (tokens >= 0)
-    return _slots_where(valid, inputs, spec, blocks.request.unsqueeze(1), tokens)
+    return inputs.slots(spec, blocks.request.unsqueeze(1), tokens, valid)
 
 
 def num_visible_rows(inputs: ForwardInputs, ratio: int) -> Tensor:
@@ -171,7 +169,7 @@ def request_row_slots(inputs: ForwardInputs, spec: PoolSpec) -> Tensor:
     complete = _complete_blocks(inputs, spec.tokens_per_row)
     request = torch.arange(inputs.num_requests, device=rows.device).unsqueeze(1)
     tokens = (rows * spec.tokens_per_row).expand(inputs.num_requests, -1)
-    return _slots_where(rows < complete.unsqueeze(1), inputs, spec, request, tokens)
+    return inputs.slots(spec, request, tokens, rows < complete.unsqueeze(1))
 
 
 def visible_row_slots(inputs: ForwardInputs, spec: PoolSpec) -> Tensor:
@@ -184,7 +182,7 @@ def visible_row_slots(inputs: ForwardInputs, spec: PoolSpec) -> Tensor:
 def row_slots(inputs: ForwardInputs, spec: PoolSpec, rows: Tensor) -> Tensor:
     """Slots of compressed rows given by number, [T, k]; -1 stays -1."""
     request = inputs.request_index.unsqueeze(1)
-    return _slots_where(rows >= 0, inputs, spec, request, rows * spec.tokens_per_row)
+    return inputs.slots(spec, request, rows * spec.tokens_per_row, rows >= 0)
 
 
 def _row_numbers(inputs: ForwardInputs, spec: PoolSpec) -> Tensor:
@@ -208,11 +206,3 @@ def _complete_blocks(inputs: ForwardInputs, ratio: int) -> Tensor:
 def _ends(inputs: ForwardInputs) -> Tensor:
     """Tokens each request will have computed after this step: [R]."""
     return inputs.num_computed + inputs.query_start[1:] - inputs.query_start[:-1]
-
-
-def _slots_where(
-    valid: Tensor, inputs: ForwardInputs, spec: PoolSpec, request: Tensor, tokens: Tensor
-) -> Tensor:
-    """Slots of the rows holding `tokens`, -1 where not valid."""
-    tokens = torch.where(valid, tokens, 0)
-    return torch.where(valid, inputs.slots(spec, request.expand_as(tokens), tokens), -1)

@@ -93,7 +93,8 @@ def test_replayed_steps_give_the_logits_of_computed_ones(model, seed):
 
 
 @pytest.mark.parametrize(
-    "look", [lambda x: x.tolist(), lambda x: x.sum().item(), lambda x: x[x > 0], lambda x: int(x[0])]
+    "look",
+    [lambda x: x.tolist(), lambda x: x.sum().item(), lambda x: x[x > 0], lambda x: int(x[0])],
 )
 def test_a_step_that_looks_at_numbers_is_not_recorded(look):
     x = torch.arange(3)
