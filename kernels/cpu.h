@@ -13,6 +13,7 @@
 
 constexpr int64_t LANES = 16;
 constexpr int64_t AHEAD_BYTES = 1 << 14;
+constexpr int64_t AHEAD_ROWS = 32;
 constexpr int MAX_ROWS = 8;              // that share one pass over a matrix
 constexpr int64_t MIN_PARALLEL = 1 << 15;  // multiplications that pay for waking a second thread
 
@@ -119,11 +120,11 @@ inline Floats sums_of(const Floats* v) {
 template <int X>
 constexpr int WITH = X > 4 ? 2 : X > 1 ? 4 : 8;
 
-// result[w * X + x] = ws[w] . xs[x] of vectors with k elements: each loaded once. W * X <= 16.
+// Lane w * X + x is ws[w] . xs[x] of vectors with k elements: each loaded once. W * X <= 16.
 // Ahead: more rows follow, one after another in memory, and are fetched while these are multiplied:
 // the processor alone does not look far enough past so much arithmetic (8 vectors: 3 times as fast).
 template <int W, int X, bool Ahead = false, typename T>
-inline void dots(const T* const* ws, const float* const* xs, int64_t k, float* result) {
+inline Floats dots(const T* const* ws, const float* const* xs, int64_t k) {
     static_assert(W * X <= LANES);
     Floats sums[LANES];
 #pragma GCC unroll 16
@@ -140,10 +141,16 @@ inline void dots(const T* const* ws, const float* const* xs, int64_t k, float* r
             for (int a = 0; a < W; a++) sums[a * X + b] += w[a] * x;
         }
     }
-    const Floats totals = sums_of(sums);
-    for (int n = 0; n < W * X; n++) result[n] = totals[n];
+    Floats totals = sums_of(sums);
     for (; i < k; i++)
-        for (int n = 0; n < W * X; n++) result[n] += number(ws[n / X][i]) * xs[n % X][i];
+        for (int n = 0; n < W * X; n++) totals[n] += number(ws[n / X][i]) * xs[n % X][i];
+    return totals;
+}
+
+// Fetch a row that is far from the ones before it in memory.
+template <typename T>
+inline void fetch(const T* row, int64_t dim) {
+    for (int64_t i = 0; i < dim; i += 64 / sizeof(T)) __builtin_prefetch(row + i);
 }
 
 // Rows as fp32: themselves, or a copy in `room`.

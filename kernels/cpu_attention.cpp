@@ -21,15 +21,16 @@ template <int X, typename T>
 void scores_of(const T* const* keys, int64_t n, const float* const* queries, int64_t dim,
                float* scores) {
     constexpr int W = WITH<X>;
-    float result[LANES];
     int64_t row = 0;
     for (; row + W <= n; row += W) {
-        dots<W, X>(keys + row, queries, dim, result);
+        for (int64_t next = row; next < row + W; next++)
+            if (next + AHEAD_ROWS < n) fetch(keys[next + AHEAD_ROWS], dim);
+        const Floats result = dots<W, X>(keys + row, queries, dim);
         for (int a = 0; a < W; a++)
             for (int b = 0; b < X; b++) scores[b * n + row + a] = result[a * X + b];
     }
     for (; row < n; row++) {
-        dots<1, X>(keys + row, queries, dim, result);
+        const Floats result = dots<1, X>(keys + row, queries, dim);
         for (int b = 0; b < X; b++) scores[b * n + row] = result[b];
     }
 }
@@ -51,32 +52,39 @@ void softmax(float* scores, int64_t n, float scale, float sink) {
     for (i = 0; i < n; i++) scores[i] /= total;
 }
 
-template <int X, typename T, typename Out>
+// out [X, dim] becomes the sum of rows by weights [X, n]; a few rows at a time stay in the cache.
+template <int X, typename T>
 void weighted_sum(const float* weights, const T* const* values, int64_t n, int64_t dim,
-                  Out* const* out) {
-    int64_t channel = 0;
-    for (; channel + 2 * LANES <= dim; channel += 2 * LANES) {
-        Floats low[X] = {}, high[X] = {};
-        for (int64_t row = 0; row < n; row++) {
-            Floats a = load(values[row] + channel), b = load(values[row] + channel + LANES);
+                  float* out) {
+    std::fill(out, out + X * dim, 0.0f);
+    for (int64_t first = 0; first < n; first += AHEAD_ROWS) {
+        const int64_t last = std::min(first + AHEAD_ROWS, n);
+        for (int64_t row = last; row < std::min(last + AHEAD_ROWS, n); row++) fetch(values[row], dim);
+        int64_t channel = 0;
+        for (; channel + 2 * LANES <= dim; channel += 2 * LANES) {
+            Floats low[X], high[X];
             for (int x = 0; x < X; x++) {
-                low[x] += weights[x * n + row] * a;
-                high[x] += weights[x * n + row] * b;
+                low[x] = load(out + x * dim + channel);
+                high[x] = load(out + x * dim + channel + LANES);
+            }
+            for (int64_t row = first; row < last; row++) {
+                const Floats a = load(values[row] + channel);
+                const Floats b = load(values[row] + channel + LANES);
+                for (int x = 0; x < X; x++) {
+                    low[x] += weights[x * n + row] * a;
+                    high[x] += weights[x * n + row] * b;
+                }
+            }
+            for (int x = 0; x < X; x++) {
+                store(out + x * dim + channel, low[x]);
+                store(out + x * dim + channel + LANES, high[x]);
             }
         }
-        for (int x = 0; x < X; x++)
-            for (int64_t i = 0; i < LANES; i++) {
-                put(out[x] + channel + i, low[x][i]);
-                put(out[x] + channel + LANES + i, high[x][i]);
-            }
+        for (; channel < dim; channel++)
+            for (int x = 0; x < X; x++)
+                for (int64_t row = first; row < last; row++)
+                    out[x * dim + channel] += weights[x * n + row] * number(values[row][channel]);
     }
-    for (; channel < dim; channel++)
-        for (int x = 0; x < X; x++) {
-            float total = 0;
-            for (int64_t row = 0; row < n; row++)
-                total += weights[x * n + row] * number(values[row][channel]);
-            put(out[x] + channel, total);
-        }
 }
 
 // Up to MAX_ROWS heads [count, dim] of one query over the same rows; sinks may be null.
@@ -85,20 +93,17 @@ void attend(const Q* queries, int64_t count, const std::vector<const T*>& keys,
             const std::vector<const T*>& values, int64_t dim, const float* sinks, float scale,
             Q* out) {
     const int64_t n = keys.size();
-    std::vector<float> room, scores(count * n);
+    std::vector<float> room, scores(count * n), sums(count * dim);
     const float* numbers = as_floats(queries, count * dim, room);
     const float* heads[MAX_ROWS];
-    Q* targets[MAX_ROWS];
-    for (int64_t h = 0; h < count; h++) {
-        heads[h] = numbers + h * dim;
-        targets[h] = out + h * dim;
-    }
+    for (int64_t h = 0; h < count; h++) heads[h] = numbers + h * dim;
     with_count(count, [&](auto X) {
         scores_of<X>(keys.data(), n, heads, dim, scores.data());
         for (int h = 0; h < X; h++)
             softmax(scores.data() + h * n, n, scale, sinks ? sinks[h] : -INFINITY);
-        weighted_sum<X>(scores.data(), values.data(), n, dim, targets);
+        weighted_sum<X>(scores.data(), values.data(), n, dim, sums.data());
     });
+    for (int64_t i = 0; i < count * dim; i++) put(out + i, sums[i]);
 }
 
 template <typename T>
@@ -107,37 +112,45 @@ void append(std::vector<const T*>& list, const Rows<T>& rows, const int64_t* slo
         if (slots[i] >= 0) list.push_back(rows.at(slots[i]));
 }
 
+// Heads are taken 8 at a time, the last of them filled up with ones of no weight; keys 2 at a time.
 template <typename T>
 void index_scores_of(const float* queries, const float* weights, const Rows<T>& rows,
                      const int64_t* slots, float* scores, int64_t num_tokens, int64_t num_rows,
                      int64_t num_heads, int64_t dim, int64_t threads) {
-    constexpr int W = 2;
+    constexpr int W = 2, X = MAX_ROWS;
+    const int64_t padded = (num_heads + X - 1) / X * X;
+    std::vector<const float*> heads(num_tokens * padded);
+    std::vector<float> shares(num_tokens * padded * W);  // of X heads, for each key
+    for (int64_t i = 0; i < num_tokens * padded; i++) {
+        const int64_t token = i / padded, head = i % padded;
+        heads[i] = queries + (token * num_heads + head % num_heads) * dim;
+        for (int w = 0; w < W; w++)
+            shares[i / X * W * X + w * X + i % X] =
+                head < num_heads ? weights[token * num_heads + head] : 0;
+    }
 #pragma omp parallel for collapse(2) num_threads(threads) if (num_tokens * num_rows * num_heads * \
                                                                   dim > MIN_PARALLEL)
     for (int64_t token = 0; token < num_tokens; token++)
         for (int64_t first = 0; first < num_rows; first += W) {
             const int64_t* own = slots + token * num_rows;
+            const int64_t last = num_rows - 1;
             if (own[first] < 0) continue;  // present rows come first
             const T* keys[W];
-            for (int a = 0; a < W; a++)  // beyond the last: any will do
-                keys[a] = rows.at(std::max<int64_t>(own[std::min(first + a, num_rows - 1)], 0));
-            float totals[W] = {};
-            for (int64_t base = 0; base < num_heads; base += MAX_ROWS) {
-                const int64_t count = std::min<int64_t>(MAX_ROWS, num_heads - base);
-                const float* heads[MAX_ROWS];
-                for (int64_t h = 0; h < count; h++)
-                    heads[h] = queries + (token * num_heads + base + h) * dim;
-                with_count(count, [&](auto X) {
-                    float result[LANES];
-                    dots<W, X>(keys, heads, dim, result);
-                    for (int a = 0; a < W; a++)
-                        for (int h = 0; h < X; h++)
-                            totals[a] += weights[token * num_heads + base + h] *
-                                         std::max(result[a * X + h], 0.0f);
-                });
+            for (int w = 0; w < W; w++) {  // beyond the last: any will do
+                keys[w] = rows.at(std::max<int64_t>(own[std::min(first + w, last)], 0));
+                const int64_t next = own[std::min(first + w + AHEAD_ROWS, last)];
+                if (next >= 0) fetch(rows.at(next), dim);
             }
-            for (int64_t a = 0; a < W && first + a < num_rows; a++)
-                scores[token * num_rows + first + a] = totals[a];
+            Floats total = {};
+            for (int64_t i = token * padded; i < (token + 1) * padded; i += X) {
+                const Floats product = dots<W, X>(keys, heads.data() + i, dim);
+                total += (product > 0 ? product : Floats{}) * load(shares.data() + i * W);
+            }
+            for (int64_t w = 0; w < W && first + w <= last; w++) {
+                float sum = 0;
+                for (int x = 0; x < X; x++) sum += total[w * X + x];
+                scores[token * num_rows + first + w] = sum;
+            }
         }
 }
 

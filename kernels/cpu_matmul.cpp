@@ -7,18 +7,17 @@ namespace {
 template <int X, typename T, typename F>
 void multiply(const T* w, int64_t first, int64_t last, int64_t k, const float* const* xs, F put) {
     constexpr int W = WITH<X>;
-    float result[LANES];
     int64_t row = first;
     for (; row + W <= last; row += W) {
         const T* ws[W];
         for (int a = 0; a < W; a++) ws[a] = w + (row + a) * k;
-        dots<W, X, true>(ws, xs, k, result);
+        const Floats result = dots<W, X, true>(ws, xs, k);
         for (int a = 0; a < W; a++)
             for (int b = 0; b < X; b++) put(row + a, b, result[a * X + b]);
     }
     for (; row < last; row++) {
         const T* one = w + row * k;
-        dots<1, X>(&one, xs, k, result);
+        const Floats result = dots<1, X>(&one, xs, k);
         for (int b = 0; b < X; b++) put(row, b, result[b]);
     }
 }
@@ -103,8 +102,7 @@ void experts_of(const T* x, const int64_t* experts, const float* weights, const 
 #pragma omp for nowait
                 for (int64_t row = 0; row < width; row++) {
                     const T* pair[2] = {w + row * hidden, w + (width + row) * hidden};
-                    float result[LANES];
-                    dots<2, X, true>(pair, xs, hidden, result);
+                    const Floats result = dots<2, X, true>(pair, xs, hidden);
                     for (int b = 0; b < X; b++)  // weighted before w2, as the models were trained
                         gated[places[b] * width + row] =
                             swiglu(result[b], result[X + b], limit) *
