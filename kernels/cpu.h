@@ -150,7 +150,7 @@ inline Floats dots(const T* const* ws, const float* const* xs, int64_t k) {
 // Fetch a row that is far from the ones before it in memory.
 template <typename T>
 inline void fetch(const T* row, int64_t dim) {
-    for (int64_t i = 0; i < dim; i += 64 / sizeof(T)) __builtin_prefetch(row + i);
+    for (int64_t i = 0; i < dim; i += 64 / sizeof(T)) __builtin_prefetch(row + i, 0, 2);
 }
 
 // Rows as fp32: themselves, or a copy in `room`.

@@ -209,12 +209,15 @@ void dense_attention(const void* queries, const void* rows, int64_t page_stride,
 #pragma omp parallel for collapse(2) num_threads(threads)
             for (int64_t request = 0; request < num_requests; request++)
                 for (int64_t kv_head = 0; kv_head < num_kv_heads; kv_head++) {
-                    std::vector<const T*> keys, values;
-                    for (int64_t i = 0; i < num_tokens[request]; i++) {
-                        const int64_t page = pages[request * max_pages + i / page_rows];
-                        keys.push_back(static_cast<const T*>(rows) + page * page_stride +
-                                       i % page_rows * row_stride + kv_head * dim);
-                        values.push_back(keys.back() + num_kv_heads * dim);
+                    const int64_t n = num_tokens[request];
+                    std::vector<const T*> keys(n), values(n);
+                    for (int64_t first = 0; first < n; first += page_rows) {
+                        const int64_t page = pages[request * max_pages + first / page_rows];
+                        const T* at = static_cast<const T*>(rows) + page * page_stride;
+                        for (int64_t i = first; i < std::min(first + page_rows, n); i++) {
+                            keys[i] = at + (i - first) * row_stride + kv_head * dim;
+                            values[i] = keys[i] + num_kv_heads * dim;
+                        }
                     }
                     for (int64_t head = 0; head < group; head += MAX_ROWS) {
                         const int64_t at =
