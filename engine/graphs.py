@@ -184,6 +184,11 @@ class DecodeSteps:
         self._records = model.repeats
         self._recorded: OrderedDict[tuple[int, ...], Capture] = OrderedDict()
 
+    @property
+    def num_recorded(self) -> int:
+        """Shapes of steps that are replayed on a CPU."""
+        return len(self._recorded)
+
     def run(self, chunks: Sequence[Chunk]) -> Tensor:
         """fp32 logits [num_requests, vocab] of chunks of one token each, whose pages are held.
 

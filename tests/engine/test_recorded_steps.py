@@ -28,7 +28,7 @@ class Lives:
         role = RoleConfig(max_running_requests=MAX_REQUESTS, cache_bytes=16 << 20)
         sizes = {"max_step_tokens": MAX_TOKENS, "max_model_len": 2 * MAX_TOKENS}
         self.replaying, self.computing = (Runner(model, role, **sizes) for _ in range(2))
-        self.computing._decode._records = False
+        self.computing.decode_steps._records = False
         self.running, self.started = [], 0
 
     def turn(self):
@@ -88,8 +88,8 @@ def test_replayed_steps_give_the_logits_of_computed_ones(model, seed):
         replayed, computed = lives.turn()
         torch.testing.assert_close(replayed, computed, rtol=1e-4, atol=1e-4)
     assert lives.started > 10
-    assert lives.replaying._decode._recorded, "the model's steps can be recorded"
-    assert not lives.computing._decode._recorded
+    assert lives.replaying.decode_steps.num_recorded > 5, "the model's steps can be recorded"
+    assert not lives.computing.decode_steps.num_recorded
 
 
 @pytest.mark.parametrize(
