@@ -12,7 +12,6 @@ import ctypes
 import fcntl
 import hashlib
 import logging
-import os
 import platform
 import shutil
 import struct
@@ -132,27 +131,33 @@ def _library() -> ctypes.CDLL | None:
         return ctypes.CDLL(str(_build()))
     except (OSError, subprocess.CalledProcessError) as error:
         detail = getattr(error, "stderr", None) or error
-        log.warning("event=no_compiled_kernels decode on CPU is slower; reason=%s", detail)
+        log.warning(
+            "event=no_compiled_kernels effect='decode on CPU is slower' reason=%r", str(detail)
+        )
         return None
 
 
 def _build() -> Path:
     """The library for these sources and this processor; the first process that asks compiles it."""
-    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
-    if compiler is None:
-        raise OSError(f"none of {', '.join(COMPILERS)} is installed")
     FOLDER.mkdir(parents=True, exist_ok=True)
     path = FOLDER / f"kernels-{_fingerprint()}.so"
     with (FOLDER / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
-            begin, part = time.monotonic(), path.with_suffix(f".{os.getpid()}")
-            sources = [str(source) for source in SOURCES if source.suffix == ".cpp"]
-            command = [compiler, *FLAGS.split(), *sources, "-o", str(part)]
-            subprocess.run(command, check=True, capture_output=True, text=True)
-            part.rename(path)
-            log.info("event=kernels_compiled seconds=%.1f path=%s", time.monotonic() - begin, path)
+            _compile(path)
     return path
+
+
+def _compile(path: Path) -> None:
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        raise OSError(f"none of {', '.join(COMPILERS)} is installed")
+    begin, part = time.monotonic(), path.with_suffix(".part")
+    sources = [str(source) for source in SOURCES if source.suffix == ".cpp"]
+    command = [compiler, *FLAGS.split(), *sources, "-o", str(part)]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    part.rename(path)
+    log.info("event=kernels_compiled seconds=%.1f path=%s", time.monotonic() - begin, path)
 
 
 def _fingerprint() -> str:

@@ -56,6 +56,15 @@ def test_the_library_compiles():
     assert cpu.compiled(torch.ones(1))
 
 
+def test_without_a_compiler_the_references_run_and_the_log_says_so(monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr(cpu, "FOLDER", tmp_path)
+    monkeypatch.setattr(cpu, "COMPILERS", ("no-such-compiler",))
+    library = cpu._library.__wrapped__()
+    monkeypatch.setattr(cpu, "_library", lambda: library)
+    assert not cpu.compiled(torch.ones(1))
+    assert "none of no-such-compiler is installed" in caplog.text
+
+
 @FEW
 @DTYPES
 @pytest.mark.parametrize("out, channels", [(1, 16), (37, 50), (130, 7)])
