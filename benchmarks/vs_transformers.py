@@ -39,7 +39,10 @@ from sluice.engine.config import RoleConfig
 from sluice.engine.protocol import SamplingParams
 from sluice.engine.request import Request
 from sluice.engine.runner import Runner
+from sluice.kernels.cpu import compiled
 from sluice.model.config import LayerType, MlpType
+from sluice.model.deepseek_v4 import DeepseekV4
+from sluice.model.dense import DenseModel
 from sluice.model.gguf_file import find_gguf
 from sluice.model.gguf_import import import_gguf
 from sluice.model.make_checkpoint import TINY, make_checkpoint
@@ -78,11 +81,16 @@ MID = dataclasses.replace(
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """A line of the CSV. Milliseconds are the smallest of `samples`; theirs may be missing."""
+    """A line of the CSV. Milliseconds are the smallest of `samples`; theirs may be missing.
+
+    step: whether ours was replayed as a whole, as decode steps of few requests are, or computed
+        operation by operation; and whether operations of few rows were C++ or torch.
+    """
 
     model: str
     dtype: str
     what: str
+    step: str
     num_requests: int
     samples: int
     ours_ms: float
@@ -109,6 +117,7 @@ class Ours:
 
     def __init__(self, folder: Path, dtype: str, *, max_tokens: int, cache_bytes: int) -> None:
         self.model = load_model(folder, dtype=dtype)
+        assert isinstance(self.model, DeepseekV4 | DenseModel), "models of this project"
         self.runner = Runner(
             self.model,
             RoleConfig(cache_bytes=cache_bytes, max_running_requests=8, prefix_cache=False),
@@ -148,6 +157,12 @@ class Ours:
             requests, self.step(requests, 1).argmax(-1).tolist(), strict=True
         ):
             request.token_ids.append(token)
+
+    @property
+    def step_kind(self) -> str:
+        """How decode steps run: see `Point.step`."""
+        operations = "C++" if compiled(torch.empty(0)) else "torch"
+        return f"replayed {operations}" if self.runner.decode_steps.num_recorded else operations
 
     def end(self, requests: list[Request]) -> None:
         for request in requests:
@@ -213,7 +228,7 @@ class Bench:
         ours, theirs = round(times[0], 3), round(times[1], 3) if len(times) > 1 else None
         floor_ms = round(floor.seconds * 1e3, 3)
         return Point(
-            *(self.name, self.dtype, what, num_requests, samples),
+            *(self.name, self.dtype, what, self.ours.step_kind, num_requests, samples),
             *(ours, theirs, floor_ms, floor.bound),
         )
 
@@ -273,7 +288,7 @@ def long_context(folder: Path, rates: Rates) -> Iterator[Point]:
     for num_tokens, milliseconds in zip((LONG_TOKENS, SHORT_TOKENS), times, strict=True):
         floor = rates.floor(work_of(ours.model, 1, 1, num_tokens), "float32")
         yield Point(
-            *("mid", "float32", f"decode at {num_tokens}", 1, NUM_DECODE_STEPS),
+            *("mid", "float32", f"decode at {num_tokens}", ours.step_kind, 1, NUM_DECODE_STEPS),
             *(round(milliseconds, 3), None, round(floor.seconds * 1e3, 3), floor.bound),
         )
 
@@ -301,6 +316,9 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     transformers.utils.logging.disable_progress_bar()
     console = Console(width=150)
+    begin = time.perf_counter()
+    compiled(torch.ones(1))
+    console.print(f"CPU operations ready after {time.perf_counter() - begin:.1f} s (kept on disk)")
     for name in arguments.names or NAMES:
         origin = provenance(
             f"python -m sluice.benchmarks.vs_transformers {name} --threads {arguments.threads}"

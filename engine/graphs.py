@@ -8,12 +8,15 @@ a GPU a step is a graph, captured once for each size of batch:
 2. The step's requests are written to the first rows; a row is copied only where its pages changed.
 3. The rest of the rows up to the captured size are null pages, and their logits are cut off.
 
-On a CPU the same function runs on the same buffers, in the batch's own size.
+On a CPU the same function runs on the same buffers, in the batch's own size. Steps of few requests
+are recorded there, once for each size and width of page tables, and replayed: kernels/capture.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_
 
@@ -25,9 +28,13 @@ from sluice.cache.manager import CacheManager, PageTable
 from sluice.cache.pools import NULL_PAGE
 from sluice.cache.spec import TableSpec
 from sluice.engine.batch import Chunk
+from sluice.kernels.capture import Capture, NotRepeatable
+from sluice.kernels.cpu import FEW_ROWS
 from sluice.model.inputs import ForwardInputs, PoolView
 from sluice.model.registry import Model
 
+log = logging.getLogger(__name__)
+MAX_RECORDED = 32  # the latest; each keeps the memory of its step
 WARM_UP_STEPS = 2  # the first compiles kernels, the second finds them compiled
 
 
@@ -68,8 +75,12 @@ class StepBuffers:
         # The number of tokens from which on a row of a table is stale:
         self._valid_until = {table: np.zeros(num_rows, dtype=np.int64) for table in tables}
 
-    def inputs(self, num_rows: int) -> ForwardInputs:
-        """Views of the first rows. On a CPU a page table is as wide as the longest of them."""
+    def inputs(self, num_rows: int, widths: Mapping[TableSpec, int] | None = None) -> ForwardInputs:
+        """Views of the first rows.
+
+        widths: columns of the page tables; by default, on a CPU, as many as the longest row has.
+        """
+        widths = self.widths(num_rows) if widths is None else widths
         token_ids, positions, history, *firsts = self._numbers.device[:, :num_rows].unbind()
         first_pages = zip(self._tables, firsts, strict=True)
         return ForwardInputs(
@@ -79,15 +90,23 @@ class StepBuffers:
             query_start=self._rows[: num_rows + 1],
             num_computed=positions,
             num_history=history,
-            page_tables={t: self._columns(t, num_rows) for t in self._tables},
+            page_tables={t: b.device[:num_rows, : widths[t]] for t, b in self._tables.items()},
             first_pages={t: first for t, first in first_pages if not t.keeps_all},
         )
 
-    def _columns(self, table: TableSpec, num_rows: int) -> Tensor:
-        pages = self._tables[table].device[:num_rows]
-        if pages.device.type != "cpu":
-            return pages
-        return pages[:, : max(1, int(self._num_pages[table][:num_rows].max()))]
+    def widths(self, num_rows: int, *, rounded: bool = False) -> dict[TableSpec, int]:
+        """Columns of each page table that the first rows need: on a GPU all.
+
+        rounded: to the next power of two, so that few widths are met.
+        """
+        widths = {}
+        for table, buffer in self._tables.items():
+            widths[table] = buffer.device.shape[1]
+            if buffer.device.device.type == "cpu":
+                used = max(1, int(self._num_pages[table][:num_rows].max()))
+                used = 1 << (used - 1).bit_length() if rounded else used
+                widths[table] = min(used, widths[table])
+        return widths
 
     def fill(self, chunks: Sequence[Chunk]) -> None:
         """Write one token of each request to the first rows, and null pages to the others."""
@@ -157,26 +176,58 @@ class DecodeSteps:
     ) -> None:
         self._model = model
         self._pools = pools
-        self._captures = device != "cpu"
+        self._on_cpu = device == "cpu"
         self._max_rows = manager.max_requests
         self._buffers = StepBuffers(manager, max_tokens=max_tokens, device=device)
         self._graphs: dict[int, Graph] = {}
+        self._records = model.repeats
+        self._recorded: OrderedDict[tuple[int, ...], Capture] = OrderedDict()
+
+    @property
+    def num_recorded(self) -> int:
+        """Shapes of steps that are replayed on a CPU."""
+        return len(self._recorded)
 
     def run(self, chunks: Sequence[Chunk]) -> Tensor:
         """fp32 logits [num_requests, vocab] of chunks of one token each, whose pages are held.
 
-        On a GPU they are overwritten by the next step of the same size.
+        They may be overwritten by the next step.
         """
-        if not self._captures:
-            self._buffers.fill(chunks)
-            return self._compute(len(chunks))
+        if self._on_cpu:
+            return self._run_on_cpu(chunks)
         graph = self._graph(graph_rows(len(chunks), self._max_rows))
         self._buffers.fill(chunks)
         graph.graph.replay()
         return graph.logits[: len(chunks)]
 
-    def _compute(self, num_rows: int) -> Tensor:
-        return self._model.forward(self._buffers.inputs(num_rows), self._pools)
+    def _run_on_cpu(self, chunks: Sequence[Chunk]) -> Tensor:
+        """Replay the step of this shape, or compute it where replaying would save nothing."""
+        num_rows = len(chunks)
+        self._buffers.fill(chunks)
+        if num_rows <= FEW_ROWS and self._records:
+            widths = self._buffers.widths(num_rows, rounded=True)
+            shape = (num_rows, *widths.values())
+            if shape not in self._recorded:
+                self._record(shape, lambda: self._compute(num_rows, widths))
+                self._buffers.fill(chunks)
+            if shape in self._recorded:
+                self._recorded.move_to_end(shape)
+                return self._recorded[shape].replay()
+        return self._compute(num_rows)
+
+    def _record(self, shape: tuple[int, ...], compute: Callable[[], Tensor]) -> None:
+        """Record a step. Computing it changes state, so this is done on null pages."""
+        self._buffers.clear()
+        try:
+            self._recorded[shape] = Capture(compute)
+        except NotRepeatable as reason:
+            log.info("event=steps_not_recorded reason=%r", str(reason))
+            self._records = False
+        if len(self._recorded) > MAX_RECORDED:
+            self._recorded.popitem(last=False)
+
+    def _compute(self, num_rows: int, widths: Mapping[TableSpec, int] | None = None) -> Tensor:
+        return self._model.forward(self._buffers.inputs(num_rows, widths), self._pools)
 
     def _graph(self, num_rows: int) -> Graph:
         """The step of this size. Computing it changes state, so it is captured on null pages."""

@@ -75,7 +75,7 @@ class Runner:
             prefix_cache=role.prefix_cache,
             replay_tokens=model.replay_tokens,
         )
-        self._decode = DecodeSteps(
+        self.decode_steps = DecodeSteps(
             model, self.pools, self.manager, max_tokens=max_model_len, device=self.device
         )
 
@@ -164,7 +164,7 @@ class Runner:
         next step.
         """
         if all(end - start == 1 for _, start, end in chunks):
-            return self._decode.run(chunks)
+            return self.decode_steps.run(chunks)
         inputs = build_inputs(chunks, self.manager, self.device)
         return self.model.forward(inputs, self.pools)
 

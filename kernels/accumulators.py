@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sluice.kernels.aot import Case
 from sluice.kernels.compressor import BLOCK_TOKENS, LOWEST, MAX_BLOCK_DIM
+from sluice.kernels.cpu import call, compiled, place
 from sluice.kernels.launch import block_size, runs_triton
 from sluice.kernels.rows import gather_rows, row_offsets
 
@@ -29,7 +30,10 @@ def accumulate_blocks(
     block_of_token: [num_tokens], index into `slots`, ascending; kv, score: [num_tokens, dim] fp32,
         the elements of a token contiguous.
     """
-    run = _accumulate if runs_triton(rows) else accumulate_blocks_reference
+    if runs_triton(rows):
+        run = _accumulate
+    else:
+        run = _compiled if compiled(rows) else accumulate_blocks_reference
     return run(rows, slots, block_of_token, kv, score)
 
 
@@ -52,6 +56,16 @@ def close_blocks(accumulators: Tensor) -> Tensor:
     """Rows [num_blocks, dim] fp32 from accumulators [num_blocks, 3, dim], before norm, rotation."""
     tiny = torch.finfo(torch.float32).tiny  # padding has sum 0
     return accumulators[:, 2] / accumulators[:, 1].clamp(min=tiny)
+
+
+def _compiled(
+    rows: Tensor, slots: Tensor, block_of_token: Tensor, kv: Tensor, score: Tensor
+) -> Tensor:
+    result = rows.new_empty(len(slots), 3, rows.shape[-1])
+    tokens = (kv, kv.stride(0), score, score.stride(0))
+    sizes = (len(slots), len(kv), rows.shape[-1], LOWEST)
+    call("accumulate", *place(rows), slots, block_of_token, *tokens, result, *sizes)
+    return result
 
 
 def _accumulate(

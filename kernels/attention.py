@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sluice.kernels.aot import Case
+from sluice.kernels.cpu import FEW_ROWS, call, compiled, dtype_of, place
 from sluice.kernels.formats import read_rows
 from sluice.kernels.launch import block_size, dot, runs_triton
 from sluice.kernels.packed_rows import FP8_V4, LoadForm, PackedRows, RowLayout, Rows, load_rows
@@ -51,7 +52,10 @@ def sparse_attention(
         carries the keys' rotation in its last channels: it is undone by this one's inverse.
     Softmax and sums are fp32; the result has the dtype of `queries`.
     """
-    run = _launch if runs_triton(queries) else sparse_attention_reference
+    if runs_triton(queries):
+        run = _launch
+    else:
+        run = _attend_few if _is_few(queries, sources) else sparse_attention_reference
     return run(queries, sources, sinks, scale, rotation)
 
 
@@ -67,6 +71,29 @@ def sparse_attention_reference(
         part = slice(first, first + tile)
         parts = [(rows, slots[part]) for rows, slots in sources]
         result[part] = _attend(queries[part], parts, sinks, scale)
+    return rotate_(result, rotation.conj())
+
+
+def _is_few(queries: Tensor, sources: Sequence[Source]) -> bool:
+    pools = [rows for rows, _ in sources if isinstance(rows, Tensor)]
+    alike = len(pools) == len(sources) and len({rows.dtype for rows in pools}) == 1
+    return alike and len(queries) <= FEW_ROWS and compiled(queries, *pools)
+
+
+def _attend_few(
+    queries: Tensor, sources: Sequence[Source], sinks: Tensor, scale: float, rotation: Tensor
+) -> Tensor:
+    pools = [(rows, slots) for rows, slots in sources if isinstance(rows, Tensor)]
+    first, second = pools[0], pools[-1]
+    counts = [first[1].shape[1], second[1].shape[1] if len(pools) == 2 else 0]
+    listed = [
+        part
+        for (rows, slots), count in zip((first, second), counts, strict=True)
+        for part in (*place(rows), slots.contiguous(), count)
+    ]
+    result = queries.new_empty(queries.shape)
+    sizes = (*queries.shape, scale, dtype_of(queries), dtype_of(first[0]), torch.get_num_threads())
+    call("sparse_attention", queries.contiguous(), *listed, sinks, result, *sizes)
     return rotate_(result, rotation.conj())
 
 

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sluice.kernels.aot import Case
+from sluice.kernels.cpu import call, compiled, place
 from sluice.kernels.launch import block_size, runs_triton
 from sluice.kernels.rows import gather_rows, row_offsets
 
@@ -38,6 +39,8 @@ def compress_raw(rows: Tensor, slots: Tensor) -> Tensor:
     """
     if runs_triton(rows):
         return _compress(rows, slots, overlap=False)
+    if compiled(rows):
+        return _compiled(rows, slots, overlap=False)
     return compress_raw_reference(rows, slots)
 
 
@@ -51,6 +54,8 @@ def compress_overlapping(rows: Tensor, slots: Tensor) -> Tensor:
     """
     if runs_triton(rows):
         return _compress(rows, slots, overlap=True)
+    if compiled(rows):
+        return _compiled(rows, slots, overlap=True)
     return compress_overlapping_reference(rows, slots)
 
 
@@ -88,6 +93,13 @@ def _tiled(compress: Callable[[Tensor, Tensor], Tensor], rows: Tensor, slots: Te
     if slots.shape[0] <= tile:
         return compress(rows, slots)
     return torch.cat([compress(rows, part) for part in slots.split(tile)])
+
+
+def _compiled(rows: Tensor, slots: Tensor, *, overlap: bool) -> Tensor:
+    dim = rows.shape[-1] // 2 if overlap else rows.shape[-1]
+    result = rows.new_empty(len(slots), dim)
+    call("compress", *place(rows), slots.contiguous(), result, *slots.shape, dim, overlap)
+    return result
 
 
 def _compress(rows: Tensor, slots: Tensor, *, overlap: bool) -> Tensor:

@@ -20,6 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sluice.kernels.aot import Case
+from sluice.kernels.capture import is_recording
+from sluice.kernels.cpu import FEW_ROWS, call, compiled, dtype_of, place
 from sluice.kernels.launch import block_size, dot, runs_triton
 from sluice.kernels.splits import (
     LOG2_E,
@@ -107,7 +109,11 @@ def decode_attention(
     num_tokens: [num_requests], the query's own token included.
     Shapes depend on the page table's width alone.
     """
-    run = _decode_attention if runs_triton(queries) else decode_attention_reference
+    if runs_triton(queries):
+        run = _decode_attention
+    else:
+        is_few = len(queries) <= FEW_ROWS and compiled(queries, rows)
+        run = _attend_few if is_few else decode_attention_reference
     return run(queries, rows, page_table, num_tokens, scale)
 
 
@@ -127,12 +133,23 @@ def decode_attention_reference(
     return attended.reshape(num_requests, num_heads, dim)
 
 
+def _attend_few(
+    queries: Tensor, rows: Tensor, page_table: Tensor, num_tokens: Tensor, scale: float
+) -> Tensor:
+    result = queries.new_empty(queries.shape)
+    pages = (page_table, page_table.stride(0), num_tokens)
+    sizes = (*queries.shape[:2], rows.shape[3], queries.shape[2], scale)
+    dtypes = (dtype_of(queries), dtype_of(rows), torch.get_num_threads())
+    call("dense_attention", queries.contiguous(), *place(rows), *pages, result, *sizes, *dtypes)
+    return result
+
+
 def _blank(rows: Tensor, absent: Tensor) -> None:
     """Zero the rows [n, ...] that are absent [n]: null pages and page ends may hold NaN.
 
     Where exact shapes cost nothing only those rows are touched, which are few.
     """
-    if rows.device.type in EXACT_ON:
+    if rows.device.type in EXACT_ON and not is_recording():
         rows.index_fill_(0, absent.nonzero().squeeze(1), 0)
     else:
         rows.masked_fill_(absent.view(-1, *[1] * (rows.dim() - 1)), 0)

@@ -13,7 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from sluice.kernels.aot import Case
+from sluice.kernels.cpu import call, dtype_of, few_rows
 from sluice.kernels.launch import runs_triton
+from sluice.kernels.matmul import linear
 
 # A token's sums are cut by the width alone, so that they do not depend on the batch.
 SPLIT_CHANNELS = 1024
@@ -41,6 +43,8 @@ def mix_in(
     if runs_triton(streams):
         sums = _launch_project(streams, fn)
         return _launch_collapse(streams, sums, scale, base, sinkhorn_iters, eps, norm_eps)
+    if few_rows(streams):
+        return _collapse_few(streams, fn, scale, base, sinkhorn_iters, eps, norm_eps)
     return mix_in_reference(
         streams, fn, scale, base, sinkhorn_iters=sinkhorn_iters, eps=eps, norm_eps=norm_eps
     )
@@ -71,6 +75,10 @@ def mix_out(output: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tens
     """
     if runs_triton(streams):
         return _launch_mix_out(output, streams, post, comb)
+    if few_rows(streams, output):
+        result = torch.empty_like(streams)
+        call("mix_out", output, streams, post, comb, result, *streams.shape, dtype_of(streams))
+        return result
     return mix_out_reference(output, streams, post, comb)
 
 
@@ -91,6 +99,8 @@ def collapse_head(
     if runs_triton(streams):
         sums = _launch_project(streams, fn)
         return _launch_collapse(streams, sums, scale.expand_as(base), base, 0, eps, norm_eps)[0]
+    if few_rows(streams):
+        return _collapse_few(streams, fn, scale.expand_as(base), base, 0, eps, norm_eps)[0]
     return collapse_head_reference(streams, fn, scale, base, eps=eps, norm_eps=norm_eps)
 
 
@@ -126,6 +136,26 @@ def _sinkhorn(comb: Tensor, iters: int, eps: float) -> Tensor:
         comb.div_(torch.baddbmm(added, comb, ones))
         comb.div_(torch.baddbmm(added, across, comb))
     return comb
+
+
+def _collapse_few(
+    streams: Tensor,
+    fn: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    sinkhorn_iters: int,
+    eps: float,
+    norm_eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `mix_in` returns; with no iterations only the first, for `collapse_head`."""
+    num_tokens, n, hidden = streams.shape
+    mixes = linear(streams.flatten(1).float(), fn)
+    x = streams.new_empty(num_tokens, hidden)
+    post, comb = base.new_empty(num_tokens, n), base.new_empty(num_tokens, n, n)
+    weights = (streams, mixes, scale, scale.stride(0), base)
+    sizes = (num_tokens, n, hidden, sinkhorn_iters, eps, norm_eps, dtype_of(streams))
+    call("collapse", *weights, x, post, comb, *sizes)
+    return x, post, comb
 
 
 def _launch_project(streams: Tensor, fn: Tensor) -> Tensor:

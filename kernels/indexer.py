@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sluice.kernels.aot import Case
+from sluice.kernels.cpu import FEW_ROWS, call, compiled, dtype_of, place
 from sluice.kernels.formats import read_rows
 from sluice.kernels.launch import block_size, dot, runs_triton
 from sluice.kernels.packed_rows import FP4_INDEX, FP8_INDEX, RowLayout, Rows, load_rows
@@ -31,8 +32,12 @@ def index_scores(
         that a query may not see mean nothing: `causal_topk` masks them.
     query_start: [num_requests + 1], the tokens of each request.
     """
-    run = _index_scores if runs_triton(queries) else index_scores_reference
-    return run(queries, weights, rows, slots, query_start)
+    if runs_triton(queries):
+        return _index_scores(queries, weights, rows, slots, query_start)
+    one_each = len(slots) == len(queries) <= FEW_ROWS
+    if one_each and isinstance(rows, Tensor) and compiled(queries, rows):
+        return _score_few(queries, weights, rows, slots, query_start)
+    return index_scores_reference(queries, weights, rows, slots, query_start)
 
 
 def index_scores_reference(
@@ -56,6 +61,17 @@ def index_scores_reference(
 def _weighted(products: Tensor, weights: Tensor) -> Tensor:
     """[n, num_heads, num_rows] and [n, num_heads] to [n, num_rows]."""
     return torch.bmm(weights.unsqueeze(1), products.relu_()).squeeze(1)
+
+
+def _score_few(
+    queries: Tensor, weights: Tensor, rows: Tensor, slots: Tensor, query_start: Tensor
+) -> Tensor:
+    """`index_scores` of one query a request."""
+    scores = weights.new_empty(slots.shape)
+    pointers = (queries.float(), weights.contiguous(), *place(rows), slots.contiguous(), scores)
+    sizes = (*slots.shape, *queries.shape[1:], dtype_of(rows), torch.get_num_threads())
+    call("index_scores", *pointers, *sizes)
+    return scores
 
 
 def _index_scores(

@@ -18,6 +18,7 @@ from torch import Tensor
 from sluice.kernels import codes
 from sluice.kernels.aot import Case
 from sluice.kernels.codes import e2m1_value, e4m3_code, tile_exponent, tile_power, ue8m0_scale
+from sluice.kernels.cpu import call, dtype_of, few_rows
 from sluice.kernels.launch import dot, num_processors, runs_triton
 
 BLOCK = 128  # channels that share a scale, of activations and, both ways, of FP8 weights
@@ -74,10 +75,22 @@ def linear(x: Tensor, weight: Weight) -> Tensor:
 
     x: [n, in]; weight: [out, in], of x's dtype (torch multiplies that) or block-scaled.
     """
+    if isinstance(weight, Tensor) and few_rows(x, weight):
+        return _multiply_few(x.unsqueeze(1), weight.unsqueeze(0)).squeeze(1)
     if isinstance(weight, Tensor) or not runs_triton(x):
         return linear_reference(x, weight)
     result = x.new_empty(len(x), weight.shape[-2])
     return _launch(x, None, weight, _Tiles.of_one(x), result) if len(x) else result
+
+
+def batched_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Each group of channels times its own matrix: [n, groups, out] of x's dtype.
+
+    x: [n, groups, in]; weight: [groups, out, in], of x's dtype.
+    """
+    if few_rows(x, weight):
+        return _multiply_few(x, weight)
+    return torch.bmm(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)
 
 
 def grouped_linear(x: Tensor, weight: Weight, counts: Tensor, rows: Tensor | None = None) -> Tensor:
@@ -137,6 +150,16 @@ def quantise_reference(x: Tensor) -> tuple[Tensor, Tensor]:
     exponent = codes.scale_exponent(tiles.abs().amax(-1), "e4m3")
     rounded = codes.encode_e4m3(tiles * codes.power_of_two(-exponent).unsqueeze(-1))
     return rounded.flatten(1)[:, :channels].contiguous(), codes.power_of_two(exponent)
+
+
+def _multiply_few(x: Tensor, weight: Tensor) -> Tensor:
+    """x [n, groups, in] times weight [groups, out, in]: [n, groups, out]. Reads the weight once."""
+    x = x if x.stride(2) == 1 else x.contiguous()
+    (n, groups, channels), out = x.shape, weight.shape[1]
+    result = x.new_empty(n, groups, out)
+    sizes = (groups, n, out, channels, dtype_of(x), torch.get_num_threads())
+    call("linear", x, x.stride(0), x.stride(1), weight, result, *sizes)
+    return result
 
 
 @dataclass(frozen=True)

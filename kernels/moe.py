@@ -9,8 +9,32 @@ import triton.language as tl
 from torch import Tensor
 
 from sluice.kernels.aot import Case
+from sluice.kernels.cpu import call, dtype_of, few_rows
 from sluice.kernels.launch import block_size, runs_triton
 from sluice.kernels.matmul import Weight, grouped_linear, linear
+
+
+def choose_experts(
+    x: Tensor, gate: Tensor, by: Tensor, token_ids: Tensor, num_chosen: int, routed_scale: float
+) -> tuple[Tensor, Tensor]:
+    """Each token's experts, int64 [num_tokens, num_chosen], and their weights, fp32.
+
+    x: [num_tokens, hidden]; gate: [num_experts, hidden] fp32.
+    by: a bias [num_experts] fp32 that joins the scores in the choice of the best; or a table
+        [vocab, num_chosen] int64 of the experts for each of the token_ids [num_tokens].
+    """
+    has_table = by.dtype == torch.int64
+    if few_rows(x):
+        experts = token_ids.new_empty(len(x), num_chosen)
+        weights = gate.new_empty(len(x), num_chosen)
+        bias, table = (None, by) if has_table else (by, None)
+        logits = linear(x.float(), gate)
+        sizes = (*logits.shape, num_chosen, routed_scale)
+        call("choose_experts", logits, bias, table, token_ids, experts, weights, *sizes)
+        return experts, weights
+    scores = router_scores(x, gate)
+    experts = by[token_ids] if has_table else (scores + by).topk(num_chosen).indices
+    return experts, route(scores, experts, routed_scale)
 
 
 def router_scores(x: Tensor, weight: Tensor) -> Tensor:
@@ -18,7 +42,7 @@ def router_scores(x: Tensor, weight: Tensor) -> Tensor:
 
     x: [num_tokens, hidden]; weight: [num_experts, hidden] fp32.
     """
-    return F.softplus(F.linear(x.float(), weight)).sqrt()
+    return F.softplus(linear(x.float(), weight)).sqrt()
 
 
 def route(scores: Tensor, experts: Tensor, routed_scale: float) -> Tensor:
@@ -62,6 +86,8 @@ def mlp(x: Tensor, w13: Weight, w2: Weight, limit: float) -> Tensor:
 
     x: [num_tokens, hidden]; w13: [2 * width, hidden], gate first; w2: [hidden, width].
     """
+    if isinstance(w13, Tensor) and isinstance(w2, Tensor) and few_rows(x, w13, w2):
+        return _routed_few(x, None, None, w13.unsqueeze(0), w2.unsqueeze(0), limit).to(x.dtype)
     return linear(swiglu(linear(x, w13), limit), w2)
 
 
@@ -74,6 +100,8 @@ def routed_experts(
     w13: [num_experts, 2 * width, hidden], gate first; w2: [num_experts, hidden, width].
     A token's sum runs in the order of its choices, whatever else is in the batch.
     """
+    if isinstance(w13, Tensor) and isinstance(w2, Tensor) and few_rows(x, w13, w2):
+        return _routed_few(x, experts, weights, w13, w2, limit)
     num_tokens, num_chosen = experts.shape
     chosen = experts.flatten()
     order = chosen.argsort(stable=True)  # [num_tokens * num_chosen], by expert
@@ -84,6 +112,23 @@ def routed_experts(
     outputs = torch.empty(len(order), x.shape[1], dtype=torch.float32, device=x.device)
     outputs[order] = grouped_linear(hidden, w2, counts).float()
     return outputs.view(num_tokens, num_chosen, -1).sum(1)
+
+
+def _routed_few(
+    x: Tensor,
+    experts: Tensor | None,
+    weights: Tensor | None,
+    w13: Tensor,
+    w2: Tensor,
+    limit: float,
+) -> Tensor:
+    """`routed_experts` of few tokens, fp32 between the products; no `experts`: the only one."""
+    result = x.new_empty(x.shape, dtype=torch.float32)
+    num_chosen = 1 if experts is None else experts.shape[1]
+    sizes = (len(x), num_chosen, len(w13), x.shape[1], w2.shape[2], limit)
+    pointers = (x.contiguous(), experts, weights, w13, w2, result)
+    call("experts", *pointers, *sizes, dtype_of(x), torch.get_num_threads())
+    return result
 
 
 @triton.jit

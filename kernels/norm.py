@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from sluice.kernels.aot import Case
+from sluice.kernels.cpu import call, compiled, dtype_of
 from sluice.kernels.launch import runs_triton
 from sluice.kernels.rope import real_rotation, rotate_reference_, rotated_pairs
 
@@ -21,6 +23,8 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """
     if runs_triton(x):
         return _launch(x, weight, eps, None)
+    if compiled(x):
+        return _compiled(x, weight, eps, None)
     return rms_norm_reference(x, weight, eps)
 
 
@@ -31,6 +35,8 @@ def norm_and_rotate(x: Tensor, weight: Tensor | None, eps: float, rotation: Tens
     """
     if runs_triton(x):
         return _launch(x, weight, eps, rotation)
+    if compiled(x):
+        return _compiled(x, weight, eps, rotation)
     return norm_and_rotate_reference(x, weight, eps, rotation)
 
 
@@ -44,6 +50,18 @@ def norm_and_rotate_reference(
 ) -> Tensor:
     """`norm_and_rotate` in torch."""
     return rotate_reference_(rms_norm_reference(x, weight, eps), rotation)
+
+
+def _compiled(x: Tensor, weight: Tensor | None, eps: float, rotation: Tensor | None) -> Tensor:
+    rows = x.unsqueeze(0) if x.dim() == 1 else x
+    rows = rows.reshape(len(rows), -1, x.shape[-1])  # [num_tokens, rows_per_token, dim]
+    rows = rows if rows.stride(2) == 1 else rows.contiguous()
+    result = x.new_empty(x.shape)
+    turns, inverse = (None, False) if rotation is None else real_rotation(rotation)
+    pairs = 0 if rotation is None else rotation.shape[1]
+    sizes = (*rows.shape, eps, pairs, inverse, dtype_of(x), torch.get_num_threads())
+    call("norm_rotate", rows, *rows.stride()[:2], result, weight, turns, *sizes)
+    return result
 
 
 def _launch(x: Tensor, weight: Tensor | None, eps: float, rotation: Tensor | None) -> Tensor:

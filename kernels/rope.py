@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sluice.kernels.aot import Case
+from sluice.kernels.cpu import FEW_ROWS, call, compiled, dtype_of
 from sluice.kernels.launch import runs_triton
 
 
@@ -46,11 +47,15 @@ def yarn_inverse_frequencies(
 
 
 def rotations(positions: Tensor, frequencies: Tensor) -> Tensor:
-    """Unit complex numbers that rotate each pair: [*positions.shape, rope_dim // 2] complex64.
+    """Unit complex numbers that rotate each pair: [n, rope_dim // 2] complex64, of positions [n].
 
     Angles are fp32 products on purpose: the models were trained with them, and fp64 gives other
     values at a million tokens.
     """
+    if len(positions) <= FEW_ROWS and compiled(positions, frequencies):
+        result = frequencies.new_empty(len(positions), len(frequencies), dtype=torch.complex64)
+        call("rotations", positions.contiguous(), frequencies, result, *result.shape)
+        return result
     angles = positions.unsqueeze(-1).float() * frequencies
     return torch.polar(torch.ones_like(angles), angles)
 
@@ -63,6 +68,12 @@ def rotate_(x: Tensor, rotation: Tensor) -> Tensor:
     """
     if runs_triton(x):
         _launch(x, rotation)
+        return x
+    if compiled(x):
+        rows = _rows(x)
+        turns, inverse = real_rotation(rotation)
+        sizes = (*rows.shape, rotation.shape[1], inverse, dtype_of(x), torch.get_num_threads())
+        call("rotate", rows, *rows.stride()[:2], turns, *sizes)
         return x
     return rotate_reference_(x, rotation)
 
@@ -89,8 +100,12 @@ def real_rotation(rotation: Tensor) -> tuple[Tensor, bool]:
     return torch.view_as_real(rotation).contiguous(), False
 
 
+def _rows(x: Tensor) -> Tensor:
+    return x.view(x.shape[0], -1, x.shape[-1]) if x.dim() != 3 else x  # [num_tokens, heads, dim]
+
+
 def _launch(x: Tensor, rotation: Tensor) -> None:
-    rows = x.view(x.shape[0], -1, x.shape[-1]) if x.dim() != 3 else x  # [num_tokens, heads, dim]
+    rows = _rows(x)
     num_tokens, num_heads, dim = rows.shape
     if not rows.numel():
         return

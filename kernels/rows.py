@@ -9,6 +9,7 @@ Slot = page * rows_per_page + offset; -1 means no row.
 from __future__ import annotations
 
 import math
+from itertools import chain
 
 import torch
 import triton
@@ -16,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sluice.kernels.aot import Case
+from sluice.kernels.cpu import call, compiled, dtype_of, place
 from sluice.kernels.launch import block_size, runs_triton
 
 MAX_BLOCK_ELEMENTS = 1024  # of a row at a time: 8 elements a thread
@@ -32,6 +34,9 @@ def write_rows(rows: Tensor, slots: Tensor, values: Tensor) -> None:
     assert values.shape[1:] == rows.shape[2:], "a row's shape must be the pool's row_shape"
     if runs_triton(rows):
         _copy(values.contiguous().unsqueeze(1), None, rows, slots)
+    elif compiled(rows, values):
+        sizes = (len(slots), math.prod(rows.shape[2:]), dtype_of(rows), dtype_of(values))
+        call("write_rows", *place(rows), slots, values.contiguous(), *sizes)
     else:
         write_rows_reference(rows, slots, values)
 
@@ -61,6 +66,52 @@ def repack_rows(source: Tensor, source_slots: Tensor, target: Tensor, target_slo
         _copy(source, source_slots, target, target_slots)
     else:
         repack_rows_reference(source, source_slots, target, target_slots)
+
+
+def page_slots(
+    tokens: Tensor,
+    request: Tensor,
+    valid: Tensor | None,
+    page_table: Tensor,
+    first_pages: Tensor | None,
+    *,
+    tokens_per_page: int,
+    tokens_per_row: int,
+) -> Tensor:
+    """Slots of the rows holding `tokens`, int64 of their shape; -1 where not `valid`.
+
+    tokens: [n] or [n, k] absolute token numbers; request, valid: of the same shape, or broadcast to
+        it: whose they are, and whether they are to be looked up.
+    page_table: [num_requests, max_pages], of pages from first_pages [num_requests] on, or from 0.
+        What is not valid may lie outside of it.
+    """
+    request = request.expand_as(tokens)
+    if not compiled(tokens, page_table):
+        if valid is not None:
+            tokens = torch.where(valid, tokens, 0)
+        column = tokens // tokens_per_page
+        if first_pages is not None:
+            column = (column - first_pages[request]).clamp(min=0)
+        offset = tokens % tokens_per_page // tokens_per_row
+        slots = page_table[request, column] * (tokens_per_page // tokens_per_row) + offset
+        return slots if valid is None else torch.where(valid, slots, -1)
+    result = tokens.new_empty(tokens.shape)
+    spread = [
+        _spread(t) for t in (tokens, request, None if valid is None else valid.expand_as(tokens))
+    ]
+    outer, inner = (*tokens.shape, 1)[:2]
+    lists = (page_table, page_table.stride(0), first_pages, result)
+    pages = (tokens_per_page, tokens_per_row)
+    call("page_slots", *chain(*spread), *lists, outer, inner, *pages)
+    return result
+
+
+def _spread(tensor: Tensor | None) -> tuple[Tensor | None, int, int]:
+    """A tensor of one or two dimensions with its strides."""
+    if tensor is None:
+        return None, 0, 0
+    outer, inner = (*tensor.stride(), 0)[:2]
+    return tensor, outer, inner
 
 
 def write_rows_reference(rows: Tensor, slots: Tensor, values: Tensor) -> None:

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sluice.kernels.aot import Case
+from sluice.kernels.cpu import call, compiled
 from sluice.kernels.launch import block_size, runs_triton
 
 BLOCK_ROWS = 2048  # of which one program keeps the best
@@ -27,6 +28,11 @@ def causal_topk(scores: Tensor, num_visible: Tensor, k: int) -> Tensor:
     """
     if k >= scores.shape[1]:
         return torch.where(*_visible(scores, num_visible), -1)
+    if compiled(scores) and not runs_triton(scores):
+        result = num_visible.new_empty(len(scores), k)
+        pointers = (scores.contiguous(), num_visible, result)
+        call("causal_topk", *pointers, *scores.shape, k, torch.get_num_threads())
+        return result
     run = _causal_topk if runs_triton(scores) else causal_topk_reference
     return run(scores, num_visible, k)
 

@@ -6,11 +6,10 @@ that a token computed now and one computed long ago are read the same way.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from sluice.kernels.attention import sparse_attention
-from sluice.kernels.matmul import linear
+from sluice.kernels.matmul import batched_linear, linear
 from sluice.kernels.norm import norm_and_rotate, rms_norm
 from sluice.model.compression import csa_source, hca_source
 from sluice.model.config import LayerType
@@ -40,6 +39,6 @@ def attention(x: Tensor, weights: AttentionWeights, at: LayerStep) -> Tensor:
 
 def _project(output: Tensor, weights: AttentionWeights) -> Tensor:
     """Heads to hidden, each group of heads through its own low-rank matrix first."""
-    groups = output.reshape(output.shape[0], weights.wo_a.shape[0], -1).transpose(0, 1)
-    latent = torch.bmm(groups, weights.wo_a.transpose(1, 2)).transpose(0, 1)  # [T, groups, rank]
+    groups = output.reshape(output.shape[0], weights.wo_a.shape[0], -1)
+    latent = batched_linear(groups, weights.wo_a)  # [T, groups, rank]
     return linear(latent.flatten(1), weights.wo_b)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from sluice.kernels.indexer import index_scores
@@ -42,8 +41,8 @@ def hca_source(x: Tensor, weights: AttentionWeights, at: LayerStep) -> Source:
 
 def _compress(x: Tensor, weights: CompressorWeights, at: LayerStep, step: CompressorStep) -> None:
     """Write the tokens' kv and score to the state pool, and the new rows to theirs."""
-    tokens = F.linear(x.float(), weights.wkv_gate).unflatten(1, (2, -1))  # [T, 2, width]
-    tokens[:, 1] += weights.ape[step.ape_row]
+    tokens = linear(x.float(), weights.wkv_gate).unflatten(1, (2, -1))  # [T, 2, width]
+    tokens[:, 1].add_(weights.ape[step.ape_row])
     new = step.state.update(at.rows(step.state.pool), tokens)  # [n, dim]
     if new.shape[0]:
         new = norm_and_rotate(new, weights.norm, at.config.norm_eps, step.row_rotation)
@@ -56,7 +55,7 @@ def _choose(x: Tensor, latent: Tensor, weights: IndexerWeights, at: LayerStep) -
     heads, dim = at.config.index_num_heads, at.config.index_head_dim
     queries = linear(latent, weights.wq_b).unflatten(1, (heads, dim))
     queries = at.matched(rotate_(queries, at.rotation), C4_INDEX_K)
-    head_weights = F.linear(x.float(), weights.weights_proj) * (dim**-0.5 * heads**-0.5)
+    head_weights = linear(x.float(), weights.weights_proj) * (dim**-0.5 * heads**-0.5)
     scores = index_scores(
         queries,
         head_weights,

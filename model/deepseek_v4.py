@@ -10,8 +10,8 @@ from torch import Tensor
 
 from sluice.cache.spec import PoolSpec
 from sluice.kernels.hyper_connections import collapse_head, mix_in, mix_out
-from sluice.kernels.matmul import BlockScaled
-from sluice.kernels.moe import mlp, route, routed_experts, router_scores
+from sluice.kernels.matmul import BlockScaled, linear
+from sluice.kernels.moe import choose_experts, mlp, routed_experts
 from sluice.kernels.norm import rms_norm
 from sluice.kernels.rope import inverse_frequencies, yarn_inverse_frequencies
 from sluice.model.attention import attention
@@ -45,6 +45,7 @@ class DeepseekV4:
         self.max_model_len = config.max_model_len
         self.eos_token_ids = config.eos_token_ids
         self.replay_tokens = replay_tokens(specs, config.sliding_window)
+        self.repeats = plan is plan_hybrid  # steps of the native path compute the whole context
         self._frequencies = _rope_frequencies(config, weights.norm.device)
 
     @classmethod
@@ -89,7 +90,7 @@ class DeepseekV4:
         x = collapse_head(
             streams, *_parts(weights.head_hc), eps=config.hc_eps, norm_eps=config.norm_eps
         )
-        return F.linear(rms_norm(x.float(), weights.norm, config.norm_eps), weights.head)
+        return linear(rms_norm(x.float(), weights.norm, config.norm_eps), weights.head)
 
     def _layer(self, streams: Tensor, layer: LayerWeights, at: LayerStep) -> Tensor:
         """Streams [T, hc_mult, hidden] through attention and experts."""
@@ -121,13 +122,11 @@ def _parts(weights: HyperWeights) -> tuple[Tensor, Tensor, Tensor]:
 
 def moe(x: Tensor, token_ids: Tensor, weights: MoeWeights, config: DeepseekV4Config) -> Tensor:
     """Routed experts and the shared one: [T, hidden] to [T, hidden], added in fp32, cast once."""
-    scores = router_scores(x, weights.gate)
-    if weights.tid2eid is not None:
-        experts = weights.tid2eid[token_ids]  # [T, num_experts_per_token]
-    else:
-        assert weights.bias is not None, "a router has a table of token ids or a bias"
-        experts = (scores + weights.bias).topk(config.num_experts_per_token).indices
-    chosen = route(scores, experts, config.routed_scale)
+    by = weights.bias if weights.tid2eid is None else weights.tid2eid
+    assert by is not None, "a router has a table of token ids or a bias"
+    experts, chosen = choose_experts(
+        x, weights.gate, by, token_ids, config.num_experts_per_token, config.routed_scale
+    )
     limit = config.swiglu_limit
     routed = routed_experts(x, experts, chosen, weights.w13, weights.w2, limit)
     return (routed + mlp(x, weights.shared_w13, weights.shared_w2, limit)).to(x.dtype)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sluice.cache.spec import PoolSpec
 from sluice.kernels.dense_attention import Span, decode_attention, prompt_attention
+from sluice.kernels.matmul import linear
 from sluice.kernels.norm import rms_norm
 from sluice.kernels.rope import rotate_, rotations
 from sluice.kernels.rows import write_rows
@@ -60,6 +61,7 @@ class DenseModel:
         self.max_model_len = config.max_model_len
         self.eos_token_ids = config.eos_token_ids
         self.replay_tokens = 0
+        self.repeats = True
         self._frequencies = rope_frequencies(config.rope, config.head_dim).to(weights.norm.device)
 
     @classmethod
@@ -96,7 +98,7 @@ class DenseModel:
             x = x + _mlp(rms_norm(x, layer.mlp_norm, config.norm_eps), layer)
         if not all_logits:
             x = x[inputs.query_start[1:] - 1]
-        return F.linear(rms_norm(x, weights.norm, config.norm_eps), weights.head).float()
+        return linear(rms_norm(x, weights.norm, config.norm_eps), weights.head).float()
 
     def _plan(self, inputs: ForwardInputs, spec: PoolSpec) -> DenseStep:
         rotation = rotations(inputs.positions, self._frequencies)
@@ -111,7 +113,7 @@ class DenseModel:
     ) -> Tensor:
         """x: [T, hidden], normed. Writes keys and values to the rows. Returns [T, hidden]."""
         config = self.config
-        qkv = F.linear(x, layer.qkv, layer.qkv_bias).unflatten(1, (-1, config.head_dim))
+        qkv = _affine(x, layer.qkv, layer.qkv_bias).unflatten(1, (-1, config.head_dim))
         heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
         queries, keys, values = qkv.split(heads, dim=1)  # [T, heads, head_dim]
         if layer.q_norm is not None and layer.k_norm is not None:
@@ -121,13 +123,18 @@ class DenseModel:
         rotate_(keys, step.rotation)
         write_rows(rows, step.write, torch.stack([keys, values], dim=1))
         attended = step.attend(queries, rows).flatten(1)
-        return F.linear(attended, layer.output, layer.output_bias)
+        return _affine(attended, layer.output, layer.output_bias)
+
+
+def _affine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    product = linear(x, weight)
+    return product if bias is None else product.add_(bias)
 
 
 def _mlp(x: Tensor, layer: DenseLayerWeights) -> Tensor:
-    gate, up = F.linear(x, layer.gate_up, layer.gate_up_bias).chunk(2, dim=1)  # [T, width]
+    gate, up = _affine(x, layer.gate_up, layer.gate_up_bias).chunk(2, dim=1)  # [T, width]
     # In place, though strided: 15 % of a prompt's time on a CPU, which a new tensor costs.
-    return F.linear(F.silu(gate, inplace=True).mul_(up), layer.down, layer.down_bias)
+    return _affine(F.silu(gate, inplace=True).mul_(up), layer.down, layer.down_bias)
 
 
 def _attend_to(

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from sluice.cache.spec import PoolSpec, TableSpec
+from sluice.kernels.rows import page_slots
 
 
 @dataclass(frozen=True)
@@ -43,14 +44,25 @@ class ForwardInputs:
         return self.num_computed.shape[0]
 
     def slots(
-        self, spec: PoolSpec, request_index: torch.Tensor, tokens: torch.Tensor
+        self,
+        spec: PoolSpec,
+        request_index: torch.Tensor,
+        tokens: torch.Tensor,
+        valid: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Slots of the rows holding `tokens` (absolute) of the given requests, any equal shape."""
-        column = tokens // spec.tokens_per_page
-        if spec.table in self.first_pages:
-            column = column - self.first_pages[spec.table][request_index]
-            column = column.clamp(min=0)  # callers mask what lies before
-        return spec.slots(self.page_tables[spec.table][request_index, column], tokens)
+        """Slots of the rows holding `tokens` (absolute) of the given requests, -1 if not `valid`.
+
+        tokens: [n] or [n, k]; the others are broadcast to it.
+        """
+        return page_slots(
+            tokens,
+            request_index,
+            valid,
+            self.page_tables[spec.table],
+            self.first_pages.get(spec.table),
+            tokens_per_page=spec.tokens_per_page,
+            tokens_per_row=spec.tokens_per_row,
+        )
 
 
 class PoolView(Protocol):

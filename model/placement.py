@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from sluice.cache.spec import PoolSpec, ceil_div
+from sluice.kernels.capture import is_recording
 from sluice.model.inputs import ForwardInputs
 
 EXACT_ON = ("cpu",)  # device types where lists are exact; elsewhere no shape depends on data
@@ -85,10 +86,15 @@ def touched_blocks(inputs: ForwardInputs, ratio: int) -> tuple[Blocks, Tensor]:
     return blocks, number + offset[inputs.request_index]
 
 
+def _is_exact(tensor: Tensor) -> bool:
+    """Whether lists are as long as the data says: not where a step is recorded."""
+    return tensor.device.type in EXACT_ON and not is_recording()
+
+
 def _list_blocks(ratio: int, first: Tensor, count: Tensor, most: int) -> Blocks:
     """Blocks [first, first + count) of every request in turn, padded to `most`."""
     ends = count.cumsum(0)
-    if count.device.type in EXACT_ON:
+    if _is_exact(count):
         most = int(ends[-1])
     place = torch.arange(most, device=count.device)
     request = torch.searchsorted(ends, place, right=True).clamp(max=len(count) - 1)
@@ -106,26 +112,24 @@ def window_slots(inputs: ForwardInputs, spec: PoolSpec, window: int) -> Tensor:
     """Slots of the last `window` tokens up to each token, itself included: [T, window]."""
     back = torch.arange(window - 1, -1, -1, device=inputs.positions.device)
     tokens = inputs.positions.unsqueeze(1) - back
-    return _slots_where(tokens >= 0, inputs, spec, inputs.request_index.unsqueeze(1), tokens)
+    return inputs.slots(spec, inputs.request_index.unsqueeze(1), tokens, tokens >= 0)
 
 
 def block_slots(inputs: ForwardInputs, spec: PoolSpec, blocks: Blocks) -> Tensor:
     """Slot of each block's row: [n]."""
-    return _slots_where(blocks.valid, inputs, spec, blocks.request, blocks.first_token)
+    return inputs.slots(spec, blocks.request, blocks.first_token, blocks.valid)
 
 
 def earlier_block_slots(inputs: ForwardInputs, spec: PoolSpec, blocks: Blocks) -> Tensor:
     """Slots of rows of blocks that earlier steps began, -1 for blocks that begin now: [n]."""
     begun = blocks.valid & (blocks.first_token < inputs.num_computed[blocks.request])
-    return _slots_where(begun, inputs, spec, blocks.request, blocks.first_token)
+    return inputs.slots(spec, blocks.request, blocks.first_token, begun)
 
 
 def unfinished_block_slots(inputs: ForwardInputs, spec: PoolSpec, blocks: Blocks) -> Tensor:
     """Slots of rows of blocks that this step leaves unfinished, -1 for the others: [n]."""
     open_blocks = blocks.first_token + blocks.ratio > _ends(inputs)[blocks.request]
-    return _slots_where(
-        blocks.valid & open_blocks, inputs, spec, blocks.request, blocks.first_token
-    )
+    return inputs.slots(spec, blocks.request, blocks.first_token, blocks.valid & open_blocks)
 
 
 def finished_block_slots(inputs: ForwardInputs, spec: PoolSpec, blocks: Blocks) -> Tensor:
@@ -137,7 +141,7 @@ def finished_block_slots(inputs: ForwardInputs, spec: PoolSpec, blocks: Blocks) 
     closed = block_ends <= _ends(inputs)[blocks.request]
     new = block_ends > inputs.num_history[blocks.request]
     valid = blocks.valid & closed & new
-    return _slots_where(valid, inputs, spec, blocks.request, blocks.first_token)
+    return inputs.slots(spec, blocks.request, blocks.first_token, valid)
 
 
 def block_token_slots(
@@ -151,7 +155,7 @@ def block_token_slots(
     within = torch.arange(-overlap * ratio, ratio, device=blocks.number.device)
     tokens = blocks.first_token.unsqueeze(1) + within
     valid = blocks.valid.unsqueeze(1) & (tokens >= 0)
-    return _slots_where(valid, inputs, spec, blocks.request.unsqueeze(1), tokens)
+    return inputs.slots(spec, blocks.request.unsqueeze(1), tokens, valid)
 
 
 def num_visible_rows(inputs: ForwardInputs, ratio: int) -> Tensor:
@@ -165,7 +169,7 @@ def request_row_slots(inputs: ForwardInputs, spec: PoolSpec) -> Tensor:
     complete = _complete_blocks(inputs, spec.tokens_per_row)
     request = torch.arange(inputs.num_requests, device=rows.device).unsqueeze(1)
     tokens = (rows * spec.tokens_per_row).expand(inputs.num_requests, -1)
-    return _slots_where(rows < complete.unsqueeze(1), inputs, spec, request, tokens)
+    return inputs.slots(spec, request, tokens, rows < complete.unsqueeze(1))
 
 
 def visible_row_slots(inputs: ForwardInputs, spec: PoolSpec) -> Tensor:
@@ -178,13 +182,13 @@ def visible_row_slots(inputs: ForwardInputs, spec: PoolSpec) -> Tensor:
 def row_slots(inputs: ForwardInputs, spec: PoolSpec, rows: Tensor) -> Tensor:
     """Slots of compressed rows given by number, [T, k]; -1 stays -1."""
     request = inputs.request_index.unsqueeze(1)
-    return _slots_where(rows >= 0, inputs, spec, request, rows * spec.tokens_per_row)
+    return inputs.slots(spec, request, rows * spec.tokens_per_row, rows >= 0)
 
 
 def _row_numbers(inputs: ForwardInputs, spec: PoolSpec) -> Tensor:
     """Numbers of the rows that any request may have: as many as the longest has, or could have."""
     num_rows = _max_tokens(inputs, spec) // spec.tokens_per_row
-    if inputs.positions.device.type in EXACT_ON:
+    if _is_exact(inputs.positions):
         num_rows = min(num_rows, int(_ends(inputs).max()) // spec.tokens_per_row)
     return torch.arange(num_rows, device=inputs.positions.device)
 
@@ -202,11 +206,3 @@ def _complete_blocks(inputs: ForwardInputs, ratio: int) -> Tensor:
 def _ends(inputs: ForwardInputs) -> Tensor:
     """Tokens each request will have computed after this step: [R]."""
     return inputs.num_computed + inputs.query_start[1:] - inputs.query_start[:-1]
-
-
-def _slots_where(
-    valid: Tensor, inputs: ForwardInputs, spec: PoolSpec, request: Tensor, tokens: Tensor
-) -> Tensor:
-    """Slots of the rows holding `tokens`, -1 where not valid."""
-    tokens = torch.where(valid, tokens, 0)
-    return torch.where(valid, inputs.slots(spec, request.expand_as(tokens), tokens), -1)

@@ -49,6 +49,7 @@ class Model(Protocol):
     eos_token_ids: tuple[int, ...]
     fingerprint: str  # equal for equal checkpoints
     replay_tokens: int  # see CacheManager
+    repeats: bool  # whether decode steps are worth recording on a CPU: see kernels/capture.py
 
     def forward(
         self, inputs: ForwardInputs, pools: Mapping[str, PoolView], *, all_logits: bool = False

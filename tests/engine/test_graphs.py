@@ -72,6 +72,7 @@ class Addresses:
     """A model that only notes where its inputs and pools lie."""
 
     def __init__(self):
+        self.repeats = False  # so that every step is seen
         self.seen = {}  # number of requests -> addresses
 
     def forward(self, inputs, pools):

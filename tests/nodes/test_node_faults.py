@@ -55,7 +55,7 @@ class ModelThatTrips:
         self.specs, self.fingerprint = model.specs, model.fingerprint
         self.max_model_len, self.vocab_size = model.max_model_len, model.vocab_size
         self.eos_token_ids = model.eos_token_ids
-        self.replay_tokens = model.replay_tokens
+        self.replay_tokens, self.repeats = model.replay_tokens, False
 
     def forward(self, inputs, pools, *, all_logits=False):
         if (inputs.token_ids == 511).any():

@@ -24,6 +24,7 @@ class ModelWithToyPool:
         self.max_model_len = model.max_model_len
         self.eos_token_ids = model.eos_token_ids
         self.replay_tokens = model.replay_tokens  # the toy's window is no longer than the model's
+        self.repeats = model.repeats
 
     def forward(self, inputs, pools, *, all_logits=False):
         pool = pools[TOY.name]
