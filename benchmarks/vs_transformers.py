@@ -116,8 +116,9 @@ class Ours:
     """One process's runner, driven as a node drives it."""
 
     def __init__(self, folder: Path, dtype: str, *, max_tokens: int, cache_bytes: int) -> None:
-        self.model = load_model(folder, dtype=dtype)
-        assert isinstance(self.model, DeepseekV4 | DenseModel), "models of this project"
+        model = load_model(folder, dtype=dtype)
+        assert isinstance(model, DeepseekV4 | DenseModel), "models of this project"
+        self.model = model
         self.runner = Runner(
             self.model,
             RoleConfig(cache_bytes=cache_bytes, max_running_requests=8, prefix_cache=False),

@@ -30,7 +30,7 @@ from torch import Tensor
 from sluice.kernels.launch import INTERPRETED
 
 SOURCES = sorted(Path(__file__).parent.glob("cpu*.[ch]*"))
-FOLDER = Path.home() / ".cache" / "sluice"
+FOLDER = Path("~/.cache/sluice")
 COMPILERS = ("g++", "clang++")
 FLAGS = "-std=c++17 -O3 -march=native -fno-math-errno -fno-trapping-math -fopenmp -fPIC -shared"
 FEW_ROWS = 16  # beyond, torch's products are faster
@@ -129,7 +129,7 @@ def place(rows: Tensor) -> tuple[Tensor, int, int, int]:
 def _library() -> ctypes.CDLL | None:
     try:
         return ctypes.CDLL(str(_build()))
-    except (OSError, subprocess.CalledProcessError) as error:
+    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:  # also: no home
         detail = getattr(error, "stderr", None) or error
         log.warning(
             "event=no_compiled_kernels effect='decode on CPU is slower' reason=%r", str(detail)
@@ -139,9 +139,10 @@ def _library() -> ctypes.CDLL | None:
 
 def _build() -> Path:
     """The library for these sources and this processor; the first process that asks compiles it."""
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    path = FOLDER / f"kernels-{_fingerprint()}.so"
-    with (FOLDER / "lock").open("w") as lock:
+    folder = FOLDER.expanduser()
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"kernels-{_fingerprint()}.so"
+    with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
             _compile(path)

@@ -88,7 +88,7 @@ def test_replayed_steps_give_the_logits_of_computed_ones(model, seed):
         replayed, computed = lives.turn()
         torch.testing.assert_close(replayed, computed, rtol=1e-4, atol=1e-4)
     assert lives.started > 10
-    assert lives.replaying.decode_steps.num_recorded > 5, "the model's steps can be recorded"
+    assert lives.replaying.decode_steps.num_recorded >= 3, "the model's steps can be recorded"
     assert not lives.computing.decode_steps.num_recorded
 
 
