@@ -46,7 +46,9 @@ class ModelFreeRunner(Runner):
         self.device = "cpu"
         self.max_model_len = MAX_MODEL_LEN
         self._logits = logits if logits is not None else torch.zeros(1, 1)
-        self.model = cast(Model, SimpleNamespace(fingerprint="", forward=self._forward))
+        self.model = cast(
+            Model, SimpleNamespace(fingerprint="", repeats=False, forward=self._forward)
+        )
         self._grammars = None
         self._decode = DecodeSteps(
             self.model, self.pools, manager, max_tokens=MAX_MODEL_LEN, device="cpu"

@@ -154,14 +154,20 @@ void index_scores_of(const float* queries, const float* weights, const Rows<T>& 
         }
 }
 
+// What a score counts as: a NaN is chosen before all, so that it shows and is no disorder.
+inline float rank(float score) { return score != score ? INFINITY : score; }
+
 // The k best of n scores, in order; equal ones at the cut go to the lowest rows.
 void best_of(const float* scores, int64_t n, int64_t k, int64_t* result, std::vector<float>& room) {
-    room.assign(scores, scores + n);
+    room.resize(n);
+    std::transform(scores, scores + n, room.begin(), rank);
     std::nth_element(room.begin(), room.begin() + k - 1, room.end(), std::greater<float>());
     const float cut = room[k - 1];
-    int64_t places = k - std::count_if(scores, scores + n, [&](float s) { return s > cut; });
-    for (int64_t row = 0; row < n; row++)
-        if (scores[row] > cut || (scores[row] == cut && places-- > 0)) *result++ = row;
+    int64_t places = k - std::count_if(scores, scores + n, [&](float s) { return rank(s) > cut; });
+    for (int64_t row = 0; row < n; row++) {
+        const float score = rank(scores[row]);
+        if (score > cut || (score == cut && places-- > 0)) *result++ = row;
+    }
 }
 
 // The second source may have no slots at all.

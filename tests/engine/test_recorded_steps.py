@@ -61,7 +61,7 @@ class Lives:
             chunks = []
             for request, start in starts:
                 end = len(request.token_ids) - all_but
-                runner.manager.extend(request.grant_id, start, end)
+                runner.manager.extend(request.grant_id, end)
                 chunks.append(Chunk(request, start, end))
             logits.append(runner.step(chunks).clone())
             for request, _, end in chunks:
