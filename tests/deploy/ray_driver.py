@@ -22,21 +22,35 @@ def pid(actor):
 def deaden(pool, *nodes):
     """Let reads of the pool give zeros on these nodes, whatever was written."""
 
-    def inside(actor):
-        dead = actor._face.node.runner.pools[pool]
+    def inside(dead):
         read = type(dead).layer
         dead.layer = lambda number: read(dead, number).clone().zero_()
 
-    return [ray.get(ray.get_actor(node).__ray_call__.remote(inside)) for node in nodes]
+    change(pool, nodes, inside)
 
 
 def revive(pool, *nodes):
     """Undo deaden."""
 
-    def inside(actor):
-        del actor._face.node.runner.pools[pool].layer
+    def inside(dead):
+        del dead.layer
 
-    return [ray.get(ray.get_actor(node).__ray_call__.remote(inside)) for node in nodes]
+    change(pool, nodes, inside)
+
+
+def change(pool, nodes, inside):
+    """Change a pool between two steps; recorded steps go on with what they were recorded on."""
+
+    def in_loop(actor):
+        node = actor._face.node
+
+        def between_steps():
+            inside(node.runner.pools[pool])
+            node.runner.decode_steps._recorded.clear()
+
+        node._loop.call(between_steps).result(60)
+
+    ray.get([ray.get_actor(node).__ray_call__.remote(in_loop) for node in nodes])
 
 
 COMMANDS = {"has_torch": has_torch, "pid": pid, "deaden": deaden, "revive": revive}
