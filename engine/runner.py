@@ -25,6 +25,7 @@ from sluice.engine.protocol import (
     Role,
 )
 from sluice.engine.request import Request
+from sluice.kernels import cpu
 from sluice.model.registry import Model, load_model
 
 # Of a prefill node's cache memory that running requests do not need: see benchmarks/trace_replay.py
@@ -84,6 +85,8 @@ class Runner:
         """Load the checkpoint and allocate the pools of one role. Raises ConfigError."""
         section = config.role(role)
         torch.set_num_threads(section.num_cpus)
+        if section.device == "cpu":
+            cpu.prepare()
         model = load_model(
             config.model.path,
             cache_path=config.model.cache_path,

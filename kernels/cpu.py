@@ -48,6 +48,11 @@ def compiled(*tensors: Tensor) -> bool:
     return not INTERPRETED and _library() is not None
 
 
+def prepare() -> None:
+    """Compile what is not compiled yet, so that no request has to wait for it."""
+    _library()
+
+
 def few_rows(x: Tensor, *weights: Tensor) -> bool:
     """Whether products of x [n, ...] with such weights run here."""
     for weight in weights:
@@ -156,6 +161,7 @@ def _compile(path: Path) -> None:
     begin, part = time.monotonic(), path.with_suffix(".part")
     sources = [str(source) for source in SOURCES if source.suffix == ".cpp"]
     command = [compiler, *FLAGS.split(), *sources, "-o", str(part)]
+    log.info("event=compiling_kernels compiler=%s path=%s", compiler, path)
     subprocess.run(command, check=True, capture_output=True, text=True)
     part.rename(path)
     log.info("event=kernels_compiled seconds=%.1f path=%s", time.monotonic() - begin, path)

@@ -197,3 +197,12 @@ def test_rows_and_their_slots(dtype, monkeypatch):
             tokens, request, v, table, f, tokens_per_page=16, tokens_per_row=4
         )
         assert torch.equal(run(), in_torch(monkeypatch, run))
+
+
+def test_a_nan_among_scores_is_chosen_and_no_place_is_left_open():
+    scores, num_visible = torch.randn(3, 40), [40, 30, 21]
+    scores[:, ::3] = torch.nan
+    choices = topk.causal_topk(scores, torch.tensor(num_visible), 20).tolist()
+    for chosen, visible in zip(choices, num_visible, strict=True):
+        assert chosen == sorted(set(chosen))
+        assert set(range(0, visible, 3)) <= set(chosen) <= set(range(visible))
