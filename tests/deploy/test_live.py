@@ -170,9 +170,10 @@ async def test_a_stream_survives_the_death_of_its_decode_node(live):
     async with client(live) as http:
         expected = await stream(http, seed=99)
         [node] = live.nodes("decode")
-        dying = asyncio.create_task(stream(http, seed=99))
-        await asyncio.to_thread(until, lambda: busy(live, node))
-        os.kill(live.inside("pid", node), signal.SIGKILL)
+        pid, begun = live.inside("pid", node), asyncio.Event()
+        dying = asyncio.create_task(stream(http, seed=99, begun=begun))
+        await asyncio.wait_for(begun.wait(), 60)
+        os.kill(pid, signal.SIGKILL)
         assert await dying == expected
     dead = next(n for n in live.status()["nodes"] if n["id"] == node)
     assert dead["state"] == "dead"
@@ -180,9 +181,10 @@ async def test_a_stream_survives_the_death_of_its_decode_node(live):
 
 
 async def test_a_killed_router_comes_back_under_its_url(live):
-    cut = asyncio.create_task(stream(client(live), seed=98))
-    await asyncio.to_thread(until, lambda: busy(live, live.nodes("decode")[0]))
-    os.kill(live.inside("pid", "router-0"), signal.SIGKILL)
+    pid, begun = live.inside("pid", "router-0"), asyncio.Event()
+    cut = asyncio.create_task(stream(client(live), seed=98, begun=begun))
+    await asyncio.wait_for(begun.wait(), 60)
+    os.kill(pid, signal.SIGKILL)
     with pytest.raises(httpx.TransportError):
         await cut
     await asyncio.to_thread(until, lambda: answers(live), every_s=0.1)
@@ -194,10 +196,6 @@ def answers(live):
         return httpx.get(f"{live.url}/ready").status_code == 200
     except httpx.TransportError:
         return False
-
-
-def busy(live, node_id):
-    return next(n for n in live.status()["nodes"] if n["id"] == node_id)["running"]
 
 
 def until(condition, every_s=0.02):
@@ -218,8 +216,8 @@ def all_at_work(live):
     return {*live.nodes("prefill"), *live.nodes("decode")} <= computed
 
 
-async def stream(http, seed):
-    """A long streamed completion: its text and finish reason."""
+async def stream(http, seed, begun=None):
+    """A long completion: its text and finish reason. `begun` is set with its first text."""
     prompt = [0, *(random.Random(seed).randrange(300, 2000) for _ in range(20))]
     body = {"model": MODEL, "prompt": prompt, "temperature": 0, "max_tokens": 400}
     text, reason = "", None
@@ -231,6 +229,8 @@ async def stream(http, seed):
                 event = json.loads(line.removeprefix("data: "))
                 assert "error" not in event, event
                 text += event["choices"][0]["text"]
+                if begun is not None:
+                    begun.set()
                 reason = event["choices"][0]["finish_reason"] or reason
     return text, reason
 
