@@ -50,7 +50,7 @@ class ModelFreeRunner(Runner):
             Model, SimpleNamespace(fingerprint="", repeats=False, forward=self._forward)
         )
         self._grammars = None
-        self._decode = DecodeSteps(
+        self.decode_steps = DecodeSteps(
             self.model, self.pools, manager, max_tokens=MAX_MODEL_LEN, device="cpu"
         )
 

@@ -74,13 +74,20 @@ class StepBuffers:
         self._holders: list[Mapping[TableSpec, PageTable]] = []  # of the rows in use
         # The number of tokens from which on a row of a table is stale:
         self._valid_until = {table: np.zeros(num_rows, dtype=np.int64) for table in tables}
+        self._viewed: tuple[int, Mapping[TableSpec, int]] = (0, {})
+        self._views: ForwardInputs
 
     def inputs(self, num_rows: int, widths: Mapping[TableSpec, int] | None = None) -> ForwardInputs:
-        """Views of the first rows.
+        """Views of the first rows, those of the last call where they are the same.
 
         widths: columns of the page tables; by default, on a CPU, as many as the longest row has.
         """
         widths = self.widths(num_rows) if widths is None else widths
+        if (num_rows, widths) != self._viewed:
+            self._viewed, self._views = (num_rows, widths), self._view(num_rows, widths)
+        return self._views
+
+    def _view(self, num_rows: int, widths: Mapping[TableSpec, int]) -> ForwardInputs:
         token_ids, positions, history, *firsts = self._numbers.device[:, :num_rows].unbind()
         first_pages = zip(self._tables, firsts, strict=True)
         return ForwardInputs(
