@@ -2,7 +2,7 @@
 
     python -m sluice.benchmarks.vs_transformers [NAME ...]
 
-Each point is measured in turns, ours and theirs, so that other work on the machine meets both; the
+Each point is measured in turns, ours and theirs (of decode some steps in a row), so that other work on the machine meets both; the
 smallest time of each counts, since disturbance only ever adds. Its floor is the time that the
 weights and cache rows take to be read once, at the read bandwidth of this run, or the time of its
 multiplications at the matmul rate of this run, whichever is longer.
@@ -52,7 +52,7 @@ NAMES = ("mid", "tiny", "long", "smollm2")
 NUM_THREADS = 2
 PROMPT_TOKENS, DECODE_TOKENS = 2_048, 1_024
 SHORT_TOKENS, LONG_TOKENS = 4_096, 65_536
-NUM_DECODE_STEPS, NUM_PROMPTS = 24, 2
+NUM_DECODE_STEPS, STEPS_IN_A_ROW, NUM_PROMPTS = 24, 6, 2
 ROOM_TOKENS = 64  # that each request may decode
 TINY_V4 = Path(__file__).parents[1] / "deploy/models/tiny-v4"
 
@@ -202,14 +202,18 @@ class Theirs:
         self._next = output.logits[:, -1:].float().argmax(-1)
 
 
-def in_turns(count: int, *turns: Callable[[], object]) -> list[float]:
-    """Smallest milliseconds of each, one after the other `count` times."""
+def in_turns(count: int, *turns: Callable[[], object], in_a_row: int = 1) -> list[float]:
+    """Smallest milliseconds of each, one after the other, `count` times in all.
+
+    in_a_row: times that each runs before the next one does, as a node decodes.
+    """
     smallest = [float("inf")] * len(turns)
-    for _ in range(count):
+    for _ in range(count // in_a_row):
         for index, turn in enumerate(turns):
-            begin = time.perf_counter()
-            turn()
-            smallest[index] = min(smallest[index], time.perf_counter() - begin)
+            for _ in range(in_a_row):
+                begin = time.perf_counter()
+                turn()
+                smallest[index] = min(smallest[index], time.perf_counter() - begin)
     return [seconds * 1e3 for seconds in smallest]
 
 
@@ -257,7 +261,10 @@ class Bench:
             self.ours.step([request], DECODE_TOKENS)
         self.theirs.prompt(ids)
         times = in_turns(
-            NUM_DECODE_STEPS, lambda: self.ours.decode(requests), lambda: self.theirs.decode()
+            NUM_DECODE_STEPS,
+            lambda: self.ours.decode(requests),
+            self.theirs.decode,
+            in_a_row=STEPS_IN_A_ROW,
         )
         self.ours.end(requests)
         floor = self.rates.floor(
@@ -285,7 +292,12 @@ def long_context(folder: Path, rates: Rates) -> Iterator[Point]:
     ids = torch.randint(3, ours.model.vocab_size, (1, LONG_TOKENS + 1))
     short = ours.begin(ids[:, : SHORT_TOKENS + 1], SHORT_TOKENS)
     long = ours.begin(ids, LONG_TOKENS)
-    times = in_turns(NUM_DECODE_STEPS, lambda: ours.decode(long), lambda: ours.decode(short))
+    times = in_turns(
+        NUM_DECODE_STEPS,
+        lambda: ours.decode(long),
+        lambda: ours.decode(short),
+        in_a_row=STEPS_IN_A_ROW,
+    )
     for num_tokens, milliseconds in zip((LONG_TOKENS, SHORT_TOKENS), times, strict=True):
         floor = rates.floor(work_of(ours.model, 1, 1, num_tokens), "float32")
         yield Point(
