@@ -2,10 +2,11 @@
 
     python -m sluice.benchmarks.vs_transformers [NAME ...]
 
-Each point is measured in turns, ours and theirs (of decode some steps in a row), so that other work on the machine meets both; the
-smallest time of each counts, since disturbance only ever adds. Its floor is the time that the
-weights and cache rows take to be read once, at the read bandwidth of this run, or the time of its
-multiplications at the matmul rate of this run, whichever is longer.
+Each point is measured in turns, ours and theirs, so that other work on the machine meets both; of
+decode each makes some steps in a row. The smallest time of each counts, since disturbance only ever
+adds. Its floor is the time that the weights and cache rows take to be read once, at the read
+bandwidth of this run, or the time of its multiplications at the matmul rate of this run, whichever
+is longer.
 
     mid     DeepSeek-V4 of 50 million parameters: 2,048 tokens of prompt; decode of 1 and 8 requests
     tiny    the trained model of deploy/models/tiny-v4: the same decode
