@@ -56,6 +56,6 @@ class Request:
         self.token_ids.append(token_id)
         if token_id in self.sampling.stop_token_ids:
             return FinishReason.STOP
-        if len(self.token_ids) - self.num_prompt_tokens >= self.sampling.max_tokens:
+        if self.num_output_tokens >= self.sampling.max_tokens:
             return FinishReason.LENGTH
         return None

@@ -50,7 +50,6 @@ class Capture:
         steps: list[Operation | Again] = []
         with cpu.recording(steps.append), _LooksAtNothing(), _Recorder(steps):
             self.result = compute()
-        self._steps = steps
         self._again = list(_joined(steps))
 
     def replay(self) -> Tensor:
@@ -58,11 +57,6 @@ class Capture:
         for again in self._again:
             again()
         return self.result
-
-
-def is_recording() -> bool:
-    """Whether this thread records a step, which must not look at data then."""
-    return cpu.is_recording()
 
 
 def _joined(steps: Iterable[Operation | Again]) -> Iterable[Again]:

@@ -161,6 +161,17 @@ inline const float* as_floats(const bf16* x, int64_t count, std::vector<float>& 
     return room.data();
 }
 
+// Where the rows of one layer lie in a pool.
+template <typename T>
+struct Rows {
+    T* base;
+    int64_t page_stride, row_stride, page_rows;
+
+    T* at(int64_t slot) const {
+        return base + slot / page_rows * page_stride + slot % page_rows * row_stride;
+    }
+};
+
 // One parameter as Python passes it, in 8 bytes.
 union Argument {
     void* pointer;

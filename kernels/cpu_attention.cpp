@@ -6,17 +6,6 @@
 
 namespace {
 
-// Where the rows of one layer lie in a pool.
-template <typename T>
-struct Rows {
-    const T* base;
-    int64_t page_stride, row_stride, page_rows;
-
-    const T* at(int64_t slot) const {
-        return base + slot / page_rows * page_stride + slot % page_rows * row_stride;
-    }
-};
-
 template <int X, typename T>
 void scores_of(const T* const* keys, int64_t n, const float* const* queries, int64_t dim,
                float* scores) {
@@ -107,14 +96,14 @@ void attend(const Q* queries, int64_t count, const std::vector<const T*>& keys,
 }
 
 template <typename T>
-void append(std::vector<const T*>& list, const Rows<T>& rows, const int64_t* slots, int64_t count) {
+void append(std::vector<const T*>& list, const Rows<const T>& rows, const int64_t* slots, int64_t count) {
     for (int64_t i = 0; i < count; i++)
         if (slots[i] >= 0) list.push_back(rows.at(slots[i]));
 }
 
 // Heads are taken 8 at a time, the last of them filled up with ones of no weight; keys 2 at a time.
 template <typename T>
-void index_scores_of(const float* queries, const float* weights, const Rows<T>& rows,
+void index_scores_of(const float* queries, const float* weights, const Rows<const T>& rows,
                      const int64_t* slots, float* scores, int64_t num_tokens, int64_t num_rows,
                      int64_t num_heads, int64_t dim, int64_t threads) {
     constexpr int W = 2, X = MAX_ROWS;
@@ -184,8 +173,8 @@ void sparse_attention(const void* queries, const void* first, int64_t first_page
         using Q = std::remove_pointer_t<decltype(type)>;
         with_dtype(rows_dtype, [&](auto* row_type) {
             using T = std::remove_pointer_t<decltype(row_type)>;
-            const Rows<T> a = {static_cast<const T*>(first), first_page, first_row, first_page_rows};
-            const Rows<T> b = {static_cast<const T*>(second), second_page, second_row,
+            const Rows<const T> a = {static_cast<const T*>(first), first_page, first_row, first_page_rows};
+            const Rows<const T> b = {static_cast<const T*>(second), second_page, second_row,
                                second_page_rows};
 #pragma omp parallel for collapse(2) num_threads(threads) if (                       \
         num_tokens * num_heads * dim * (first_count + second_count) > MIN_PARALLEL)
@@ -243,7 +232,7 @@ void index_scores(const float* queries, const float* weights, const void* rows, 
                   int64_t rows_dtype, int64_t threads) {
     with_dtype(rows_dtype, [&](auto* type) {
         using T = std::remove_pointer_t<decltype(type)>;
-        const Rows<T> keys = {static_cast<const T*>(rows), page_stride, row_stride, page_rows};
+        const Rows<const T> keys = {static_cast<const T*>(rows), page_stride, row_stride, page_rows};
         index_scores_of(queries, weights, keys, slots, scores, num_tokens, num_rows, num_heads, dim,
                         threads);
     });

@@ -91,11 +91,11 @@ void write_rows(void* rows, int64_t page_stride, int64_t row_stride, int64_t pag
         using R = std::remove_pointer_t<decltype(row_type)>;
         with_dtype(dtype, [&](auto* type) {
             using T = std::remove_pointer_t<decltype(type)>;
+            const Rows<R> pool = {static_cast<R*>(rows), page_stride, row_stride, page_rows};
             for (int64_t i = 0; i < count; i++) {
                 if (slots[i] < 0) continue;
                 const T* from = static_cast<const T*>(values) + i * size;
-                R* to = static_cast<R*>(rows) + slots[i] / page_rows * page_stride +
-                        slots[i] % page_rows * row_stride;
+                R* to = pool.at(slots[i]);
                 for (int64_t j = 0; j < size; j++) put(to + j, number(from[j]));
             }
         });
@@ -149,6 +149,7 @@ void rotations(const int64_t* positions, const float* frequencies, float* out, i
 void compress(const float* rows, int64_t page_stride, int64_t row_stride, int64_t page_rows,
               const int64_t* slots, float* out, int64_t num_blocks, int64_t num_tokens, int64_t dim,
               int64_t overlap) {
+    const Rows<const float> pool = {rows, page_stride, row_stride, page_rows};
     const int64_t width = overlap ? 2 * dim : dim;
     for (int64_t block = 0; block < num_blocks; block++) {
         const int64_t* own = slots + block * num_tokens;
@@ -156,8 +157,7 @@ void compress(const float* rows, int64_t page_stride, int64_t row_stride, int64_
         std::vector<const float*> kv;
         for (int64_t i = 0; i < num_tokens; i++)
             if (own[i] >= 0)
-                kv.push_back(rows + own[i] / page_rows * page_stride + own[i] % page_rows * row_stride +
-                             (overlap && i >= num_tokens / 2 ? dim : 0));
+                kv.push_back(pool.at(own[i]) + (overlap && i >= num_tokens / 2 ? dim : 0));
         if (kv.empty()) {  // padding
             std::fill(to, to + dim, 0.0f);
             continue;
@@ -180,11 +180,11 @@ void accumulate(const float* rows, int64_t page_stride, int64_t row_stride, int6
                 const int64_t* slots, const int64_t* block_of_token, const float* kv,
                 int64_t kv_stride, const float* score, int64_t score_stride, float* out,
                 int64_t num_blocks, int64_t num_tokens, int64_t dim, float lowest) {
+    const Rows<const float> pool = {rows, page_stride, row_stride, page_rows};
     for (int64_t block = 0; block < num_blocks; block++) {
         float* to = out + block * 3 * dim;
         const int64_t slot = slots[block];
-        const float* from = rows + (slot < 0 ? 0 : slot / page_rows * page_stride +
-                                                       slot % page_rows * row_stride);
+        const float* from = pool.at(std::max<int64_t>(slot, 0));
         for (int64_t i = 0; i < 3 * dim; i++)
             to[i] = slot >= 0 ? from[i] : i < dim ? lowest : 0.0f;
     }

@@ -20,8 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sluice.kernels.aot import Case
-from sluice.kernels.capture import is_recording
-from sluice.kernels.cpu import FEW_ROWS, call, compiled, dtype_of, place
+from sluice.kernels.cpu import FEW_ROWS, call, compiled, dtype_of, is_recording, place
 from sluice.kernels.launch import block_size, dot, runs_triton
 from sluice.kernels.splits import (
     LOG2_E,

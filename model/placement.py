@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from sluice.cache.spec import PoolSpec, ceil_div
-from sluice.kernels.capture import is_recording
+from sluice.kernels.cpu import is_recording
 from sluice.model.inputs import ForwardInputs
 
 EXACT_ON = ("cpu",)  # device types where lists are exact; elsewhere no shape depends on data
