@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import os
 import sys
+import time
 from collections.abc import AsyncIterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -50,14 +51,14 @@ class InstantDecode:
         self._grants = itertools.count(1)
         self._steps: asyncio.Queue[list[TokenChunk]] = asyncio.Queue()
 
-    async def reserve(self, request: GenerateRequest, router_id: str) -> PageGrant:
+    async def reserve(self, request: GenerateRequest) -> PageGrant:
         number = next(self._grants)
         info, num_tokens = self.info, len(request.token_ids)
         return PageGrant(
             f"grant-{number}", number, info.node_id, "1", request.request_id, num_tokens, {}, 60.0
         )
 
-    async def release(self, grant_id: str, *, in_flight: bool) -> None:
+    async def release(self, request_id: str, *, in_flight: bool) -> None:
         """Nothing is kept."""
 
     def begin(self, request: GenerateRequest) -> None:
@@ -65,15 +66,16 @@ class InstantDecode:
         num_tokens = request.sampling.max_tokens
         for number in range(1, num_tokens):
             finish = FinishReason.LENGTH if number == num_tokens - 1 else None
-            chunk = TokenChunk(request.request_id, (FIRST_TOKEN_ID + number,), finish)
+            token_ids = (FIRST_TOKEN_ID + number,)
+            chunk = TokenChunk(request.request_id, token_ids, finish, position=number)
             self._steps.put_nowait([chunk])
 
-    async def tokens(self, router_id: str) -> AsyncIterator[list[TokenChunk]]:
+    async def tokens(self, router_id: str, number: int = 0) -> AsyncIterator[list[TokenChunk]]:
         while True:
             yield await self._steps.get()
 
     async def status(self, router_id: str, cache_version: int | None = None) -> NodeStatus:
-        return NodeStatus(self.info.node_id, 0, 0, {})
+        return _status(self.info)
 
 
 class InstantPrefill:
@@ -93,7 +95,7 @@ class InstantPrefill:
         """Nothing is under way."""
 
     async def status(self, router_id: str, cache_version: int | None = None) -> NodeStatus:
-        return NodeStatus(self.info.node_id, 0, 0, {})
+        return _status(self.info)
 
 
 class FixedCluster:
@@ -131,6 +133,10 @@ async def _run_router(told: Connection, replicas: int, port: int) -> None:
     spare_streams()  # as the router's process does
     told.send(server.port)
     await server.wait_closed()
+
+
+def _status(info: NodeInfo) -> NodeStatus:
+    return NodeStatus(info.node_id, 0, 0, {}, clock_s=time.monotonic())
 
 
 def _info(role: Role) -> NodeInfo:

@@ -75,10 +75,10 @@ def decode(connection: Connection, config: SluiceConfig) -> None:
     node.start()
     connection.send(node.info)
     while (request := connection.recv()) is not None:
-        grant = node.reserve(request, "benchmark").result()
+        grant = node.reserve(request).result()
         connection.send(grant)
         connection.recv()
-        node.release(grant.grant_id, in_flight=False).result()
+        node.release(grant.request_id, in_flight=False).result()
     node.stop()
 
 
@@ -104,7 +104,7 @@ class Prefill:
     def _sums(self) -> tuple[float, float]:
         samples = {
             name: value
-            for family in self._node.status().result().metrics
+            for family in self._node.status("benchmark").result().metrics
             for name, _, value in family.samples
         }
         return samples["sluice:step_seconds_sum"], samples["sluice:transfer_seconds_sum"]

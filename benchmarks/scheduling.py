@@ -137,7 +137,7 @@ def decode_turn(num_tokens: int, temperature: float = 0.0) -> Cost:
 
 def _run_on(node: DecodeNode, request: GenerateRequest) -> None:
     """Let the node go on with a prompt as if its pages had just landed."""
-    grant = node._reserve(request, "router")
+    grant = node._reserve(request)
     stream = node._grants.get(grant.grant_id)
     assert stream is not None
     node._take_arrival(stream, Arrival(grant.grant_id, first_token=1))

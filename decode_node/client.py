@@ -16,24 +16,28 @@ class AsyncDecode:
         self.node = node
         self.info: NodeInfo = node.info
 
-    async def reserve(self, request: GenerateRequest, router_id: str) -> PageGrant:
-        return await asyncio.wrap_future(self.node.reserve(request, router_id))
+    async def reserve(self, request: GenerateRequest) -> PageGrant:
+        return await asyncio.wrap_future(self.node.reserve(request))
 
-    async def release(self, grant_id: str, *, in_flight: bool) -> None:
-        await asyncio.wrap_future(self.node.release(grant_id, in_flight=in_flight))
+    async def release(self, request_id: str, *, in_flight: bool) -> None:
+        await asyncio.wrap_future(self.node.release(request_id, in_flight=in_flight))
 
-    async def tokens(self, router_id: str) -> AsyncIterator[list[TokenChunk]]:
-        """The router's token chunks, a list for each step, until the caller stops listening."""
+    async def tokens(self, router_id: str, number: int = 0) -> AsyncIterator[list[TokenChunk]]:
+        """The router's token chunks, a list for each step.
+
+        Until the caller stops listening, a stream with a higher number comes, or the router has
+        been silent for a lease.
+        """
         loop = asyncio.get_running_loop()
-        arrived: asyncio.Queue[list[TokenChunk]] = asyncio.Queue()
+        arrived: asyncio.Queue[list[TokenChunk] | None] = asyncio.Queue()
 
-        def sink(chunks: list[TokenChunk]) -> None:
+        def sink(chunks: list[TokenChunk] | None) -> None:
             loop.call_soon_threadsafe(arrived.put_nowait, chunks)
 
-        self.node.subscribe(router_id, sink)
+        self.node.subscribe(router_id, sink, number)
         try:
-            while True:
-                yield await arrived.get()
+            while (chunks := await arrived.get()) is not None:
+                yield chunks
         finally:
             self.node.unsubscribe(router_id, sink)
 

@@ -6,6 +6,8 @@
                  held ──2 leases──► gone         gone
 
 A request whose prompt is computed here runs at once, and nothing is ever written to its grant.
+Nodes and their pages know a grant by its id, routers by their attempt's, which is as unique.
+
 A pending grant's pages may be the target of a write that is on its way. They are reused only when
 prefill says that nothing is in flight, or when no lease it could have seen is still running and
 what it abandoned at the end of that can arrive no more: a lease for each of the two.
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from sluice.engine.batch import Chunk
 from sluice.engine.protocol import PageGrant
@@ -32,7 +35,7 @@ class Stream:
     grant: PageGrant
     cache_salt: str
     router_id: str
-    deadline: float  # monotonic seconds; for a pending grant the end of its lease
+    deadline: float  # on the node's clock; for a pending grant the end of its lease
     running: bool = False
     traceparent: str = ""
     span: Span = NO_SPAN  # from the arrival of all pages on
@@ -67,42 +70,59 @@ class Stream:
         return Chunk(self.request, start, start + 1)
 
 
+class Held(NamedTuple):
+    """A grant whose pages wait: until when, on the node's clock."""
+
+    request_id: str
+    until: float
+
+
 class Grants:
     """Streams by grant id, and the ids whose pages wait out a lease."""
 
     def __init__(self, lease_s: float) -> None:
         self.lease_s = lease_s
         self._streams: dict[str, Stream] = {}
-        self._held: dict[str, float] = {}  # grant id -> monotonic second of its release
+        self._held: dict[str, Held] = {}
+        self._ids: dict[str, str] = {}  # request id -> grant id, of both
 
     def add(self, stream: Stream) -> None:
         self._streams[stream.grant.grant_id] = stream
+        self._ids[stream.request_id] = stream.grant.grant_id
 
     def get(self, grant_id: str) -> Stream | None:
         return self._streams.get(grant_id)
 
+    def id_of(self, request_id: str) -> str | None:
+        """The grant of the attempt, held ones too."""
+        return self._ids.get(request_id)
+
     def remove(self, grant_id: str) -> None:
-        del self._streams[grant_id]
+        del self._ids[self._streams.pop(grant_id).request_id]
 
     def hold(self, grant_id: str, now: float) -> None:
         """Stop serving the grant but keep its pages while a write may arrive."""
         stream = self._streams.pop(grant_id)
-        self._held[grant_id] = max(now, stream.deadline) + 2 * self.lease_s
+        until = max(now, stream.deadline) + 2 * self.lease_s
+        self._held[grant_id] = Held(stream.request_id, until)
 
     def hold_longer(self, grant_id: str, now: float) -> None:
         """A write to a held grant was seen, or may come: prefill's lease may be a new one."""
-        if grant_id in self._held:
-            self._held[grant_id] = now + 3 * self.lease_s
+        if (held := self._held.get(grant_id)) is not None:
+            self._held[grant_id] = held._replace(until=now + 3 * self.lease_s)
 
     def let_go(self, grant_id: str) -> bool:
         """Hold the grant no longer; returns whether it was held."""
-        return self._held.pop(grant_id, None) is not None
+        if (held := self._held.pop(grant_id, None)) is None:
+            return False
+        del self._ids[held.request_id]
+        return True
 
     def take_held(self, now: float) -> list[str]:
         """Grants whose pages are safe to reuse now."""
-        over = [grant_id for grant_id, until in self._held.items() if until <= now]
+        over = [grant_id for grant_id, held in self._held.items() if held.until <= now]
         for grant_id in over:
-            del self._held[grant_id]
+            self.let_go(grant_id)
         return over
 
     def running(self) -> list[Stream]:

@@ -9,6 +9,8 @@ The life of a request:
 3. Each step computes one token of every running request and sends all new tokens to each router
    in one message.
 4. With its last token, at `release`, or when its router falls silent, its pages are given back.
+
+`release` may come before `reserve`, which then is refused.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import itertools
 import logging
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -27,6 +29,7 @@ from sluice.decode_node.admission import admit, pages_to_write
 from sluice.decode_node.grants import Grants, Stream
 from sluice.decode_node.outbox import Outbox, Sink
 from sluice.decode_node.planner import StepPlanner, Work
+from sluice.engine.attempts import Attempts
 from sluice.engine.choice import Choice, choose
 from sluice.engine.config import SluiceConfig
 from sluice.engine.loop import LoopThread
@@ -39,6 +42,7 @@ from sluice.engine.protocol import (
     Role,
     TokenChunk,
 )
+from sluice.engine.routers import Routers
 from sluice.engine.runner import Runner
 from sluice.transfer.receiver import Arrival, Receiver
 from sluice.transfer.transport import Transport, make_transport
@@ -53,17 +57,25 @@ class DecodeNode:
     """A decode node. Public methods may be called from any thread."""
 
     def __init__(
-        self, runner: Runner, transport: Transport, config: SluiceConfig, node_id: str, host: str
+        self,
+        runner: Runner,
+        transport: Transport,
+        config: SluiceConfig,
+        node_id: str,
+        host: str,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.runner = runner
         self.metrics = NodeMetrics()
-        self._receiver = Receiver(transport, runner.pools)
+        self._clock = clock
+        self._attempts = Attempts(config.transfer.lease_s, clock)
+        self._routers = Routers(config.transfer.lease_s, clock)
+        self._receiver = Receiver(transport, runner.pools, clock=clock)
         self._grants = Grants(config.transfer.lease_s)
         self._outbox = Outbox()
         self._planner = StepPlanner(runner.manager, config.decode.max_batch_tokens)
-        self._routers: dict[str, float] = {}  # router id -> monotonic second of its last sign
         self._epochs = itertools.count(1)
-        self._last_turn = time.monotonic()
         self._loop = LoopThread(node_id, self._turn)
         self.info: NodeInfo = runner.describe(
             node_id=node_id,
@@ -87,23 +99,29 @@ class DecodeNode:
         self._loop.stop()
         self._receiver.close()
 
-    def reserve(self, request: GenerateRequest, router_id: str) -> Future[PageGrant]:
+    def reserve(self, request: GenerateRequest) -> Future[PageGrant]:
         """Take pages in every pool for the prompt and some of the output.
 
-        Raises Refused, or InvalidRequest for a JSON schema that cannot be followed.
+        Asked twice for an attempt, it answers with the same grant. Raises Refused, InvalidRequest
+        for a JSON schema that cannot be followed, or NodeError if the request came too late or
+        after its release.
         """
-        return self._loop.call(lambda: self._reserve(request, router_id))
+        return self._loop.call(lambda: self._reserve(request))
 
-    def release(self, grant_id: str, *, in_flight: bool) -> Future[None]:
-        """End the request. Unknown ids are ignored.
+    def release(self, request_id: str, *, in_flight: bool) -> Future[None]:
+        """End the attempt. An unknown one is refused, should its `reserve` still come.
 
         in_flight: a write may still land, so the pages wait; each call prolongs that.
         """
-        return self._loop.call(lambda: self._release(grant_id, in_flight=in_flight))
+        return self._loop.call(lambda: self._release_attempt(request_id, in_flight=in_flight))
 
-    def subscribe(self, router_id: str, sink: Sink) -> None:
-        """Send the router's token chunks to `sink`, which is called on the loop thread."""
-        self._outbox.subscribe(router_id, sink)
+    def subscribe(self, router_id: str, sink: Sink, number: int = 0) -> None:
+        """Send the router's token chunks to `sink`, which is called on the loop thread.
+
+        With None nothing more comes: another sink with a higher number has taken its place, or the
+        router has fallen silent.
+        """
+        self._outbox.subscribe(router_id, sink, number)
 
     def unsubscribe(self, router_id: str, sink: Sink) -> None:
         self._outbox.unsubscribe(router_id, sink)
@@ -111,6 +129,10 @@ class DecodeNode:
     def status(self, router_id: str, cache_version: int | None = None) -> Future[NodeStatus]:
         """Gauges, what is cached since that version of a report, and the router's sign of life."""
         return self._loop.call(lambda: self._status(router_id, cache_version))
+
+    def turn_here(self) -> float:
+        """One turn of a node that was not started, in the caller's thread: for tests."""
+        return self._loop.turn_here()
 
     def _turn(self) -> float:
         self._expire_leases()
@@ -122,8 +144,11 @@ class DecodeNode:
             return 0.0
         return ARRIVAL_POLL_S if self._grants.pending() else IDLE_WAIT_S
 
-    def _reserve(self, request: GenerateRequest, router_id: str) -> PageGrant:
-        self._routers[router_id] = time.monotonic()
+    def _reserve(self, request: GenerateRequest) -> PageGrant:
+        self._attempts.check(request)
+        if (known := self._stream_of(request.request_id)) is not None:
+            return known.grant
+        self._routers.sign(request.router_id)
         grant_id = f"{request.request_id}.{uuid.uuid4().hex[:8]}"
         state = self.runner.take(request, grant_id)
         num_tokens = len(state.token_ids)
@@ -144,8 +169,8 @@ class DecodeNode:
             state,
             grant,
             request.cache_salt,
-            router_id,
-            deadline=time.monotonic() + self._grants.lease_s,
+            request.router_id,
+            deadline=self._clock() + self._grants.lease_s,
             traceparent=request.traceparent,
         )
         self._grants.add(stream)
@@ -166,14 +191,23 @@ class DecodeNode:
             kept = [spec for spec in manager.specs if spec.table.keeps_all]
             self.metrics.count_lookup(kept, num_tokens, hit.num_tokens)
 
-    def _release(self, grant_id: str, *, in_flight: bool) -> None:
-        stream = self._grants.get(grant_id)
-        if stream is None:
+    def _stream_of(self, request_id: str) -> Stream | None:
+        grant_id = self._grants.id_of(request_id)
+        return None if grant_id is None else self._grants.get(grant_id)
+
+    def _release_attempt(self, request_id: str, *, in_flight: bool) -> None:
+        self._attempts.end(request_id)
+        if (stream := self._stream_of(request_id)) is not None:
+            self._release(stream, in_flight=in_flight)
+        elif (grant_id := self._grants.id_of(request_id)) is not None:
             self._release_held(grant_id, in_flight=in_flight)
-            return
+
+    def _release(self, stream: Stream, *, in_flight: bool) -> None:
+        grant_id = stream.grant.grant_id
+        self._attempts.end(stream.request_id)
         if in_flight and not stream.running:
             self._receiver.retire(grant_id)
-            self._grants.hold(grant_id, time.monotonic())
+            self._grants.hold(grant_id, self._clock())
         else:
             self._grants.remove(grant_id)
             self._free(grant_id)
@@ -181,7 +215,7 @@ class DecodeNode:
 
     def _release_held(self, grant_id: str, *, in_flight: bool) -> None:
         if in_flight:
-            self._grants.hold_longer(grant_id, time.monotonic())
+            self._grants.hold_longer(grant_id, self._clock())
         elif self._grants.let_go(grant_id):
             self._free(grant_id)
 
@@ -190,20 +224,12 @@ class DecodeNode:
         self.runner.manager.release(grant_id)
 
     def _expire_leases(self) -> None:
-        """Void what nobody vouches for any more.
-
-        A node that was frozen for a lease finds its own clock jumped: the others have given it
-        up, so everything it holds is void, whatever has arrived meanwhile.
-        """
-        now, lease_s = time.monotonic(), self._grants.lease_s
-        frozen = now - self._last_turn > lease_s
-        self._last_turn = now
-        for router_id, seen in list(self._routers.items()):
-            if frozen or now - seen > lease_s:
-                for stream in self._grants.of_router(router_id):
-                    self._void(stream, "the lease ended without a sign of its router")
-                del self._routers[router_id]
-                self._outbox.forget(router_id)
+        """Void what nobody vouches for any more."""
+        for router_id in self._routers.take_silent():
+            for stream in self._grants.of_router(router_id):
+                self._void(stream, "the lease ended without a sign of its router")
+            self._outbox.forget(router_id)
+        now = self._clock()
         for stream in self._grants.pending():
             if now > stream.deadline:
                 self._void(stream, "the lease ended before all pages arrived")
@@ -214,7 +240,7 @@ class DecodeNode:
         self._send(stream, error=error)
         stream.fail(error)
         self.metrics.failed_requests.labels(reason).inc()
-        self._release(stream.grant.grant_id, in_flight=True)
+        self._release(stream, in_flight=True)
 
     def _take_arrivals(self) -> None:
         """Let requests run whose pages have all landed; any arrival renews its lease."""
@@ -222,13 +248,13 @@ class DecodeNode:
             for pool, num_bytes in arrival.num_bytes.items():
                 self.metrics.migrated_bytes.labels(pool, "in").inc(num_bytes)
             if arrival.retired:
-                self._grants.hold_longer(arrival.grant_id, time.monotonic())
+                self._grants.hold_longer(arrival.grant_id, self._clock())
             stream = self._grants.get(arrival.grant_id)
             if stream is not None:
                 self._take_arrival(stream, arrival)
 
     def _take_arrival(self, stream: Stream, arrival: Arrival) -> None:
-        stream.deadline = time.monotonic() + self._grants.lease_s
+        stream.deadline = self._clock() + self._grants.lease_s
         if arrival.error is not None:
             self._void(stream, arrival.error, reason="TransferFailed")
         elif arrival.first_token is not None:
@@ -285,9 +311,10 @@ class DecodeNode:
             return
         request, token = stream.request, choice.token_id
         logprobs = () if choice.logprobs is None else (choice.logprobs,)
+        position = request.num_output_tokens
         reason = request.append(token)
         if reason is None:
-            chunk = TokenChunk(stream.request_id, (token,), logprobs=logprobs)
+            chunk = TokenChunk(stream.request_id, (token,), logprobs=logprobs, position=position)
             self._outbox.put(stream.router_id, chunk)
         else:
             self._end(stream, (token,), finish_reason=reason, logprobs=logprobs)
@@ -298,7 +325,7 @@ class DecodeNode:
         if "error" in outcome:
             stream.fail(outcome["error"])
         self._keep_history(stream)
-        self._release(stream.grant.grant_id, in_flight=False)
+        self._release(stream, in_flight=False)
 
     def _keep_history(self, stream: Stream) -> None:
         manager, request = self.runner.manager, stream.request
@@ -306,11 +333,12 @@ class DecodeNode:
         manager.cache_history(request.grant_id, keys, request.num_computed_tokens)
 
     def _send(self, stream: Stream, token_ids: tuple[int, ...] = (), **outcome: Any) -> None:
-        chunk = TokenChunk(stream.request_id, token_ids, **outcome)
+        position = stream.request.num_output_tokens - len(token_ids)
+        chunk = TokenChunk(stream.request_id, token_ids, position=position, **outcome)
         self._outbox.put(stream.router_id, chunk)
 
     def _status(self, router_id: str, cache_version: int | None) -> NodeStatus:
-        self._routers[router_id] = time.monotonic()
+        self._routers.sign(router_id)
         pending, running = len(self._grants.pending()), len(self._grants.running())
         for state, count in (
             ("pending", pending),
@@ -326,4 +354,6 @@ class DecodeNode:
             pools=self.runner.manager.usage(),
             metrics=self.metrics.families(),
             cached=self.runner.manager.report(cache_version),
+            clock_s=self._clock(),
+            requests=tuple(stream.request_id for stream in self._grants.of_router(router_id)),
         )

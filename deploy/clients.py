@@ -49,15 +49,15 @@ class RayDecodeClient:
         self.info = info
         self._actor = actor
 
-    async def reserve(self, request: GenerateRequest, router_id: str) -> PageGrant:
-        return await call(self.info.node_id, self._actor.reserve.remote(request, router_id))
+    async def reserve(self, request: GenerateRequest) -> PageGrant:
+        return await call(self.info.node_id, self._actor.reserve.remote(request))
 
-    async def release(self, grant_id: str, *, in_flight: bool) -> None:
-        released = self._actor.release.remote(grant_id, in_flight=in_flight)
+    async def release(self, request_id: str, *, in_flight: bool) -> None:
+        released = self._actor.release.remote(request_id, in_flight=in_flight)
         await call(self.info.node_id, released)
 
-    async def tokens(self, router_id: str) -> AsyncIterator[list[TokenChunk]]:
-        stream = self._actor.tokens.options(num_returns="streaming").remote(router_id)
+    async def tokens(self, router_id: str, number: int = 0) -> AsyncIterator[list[TokenChunk]]:
+        stream = self._actor.tokens.options(num_returns="streaming").remote(router_id, number)
         ended = False
         try:
             with mapped(self.info.node_id):

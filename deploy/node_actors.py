@@ -151,13 +151,13 @@ class DecodeActor(NodeActor):
         return AsyncDecode(DecodeNode.load(self._config, self._node_id, self._host))
 
     @only_our_errors
-    async def reserve(self, request: GenerateRequest, router_id: str) -> PageGrant:
-        return await self._face.reserve(request, router_id)
+    async def reserve(self, request: GenerateRequest) -> PageGrant:
+        return await self._face.reserve(request)
 
     @only_our_errors
-    async def release(self, grant_id: str, *, in_flight: bool) -> None:
-        await self._face.release(grant_id, in_flight=in_flight)
+    async def release(self, request_id: str, *, in_flight: bool) -> None:
+        await self._face.release(request_id, in_flight=in_flight)
 
-    async def tokens(self, router_id: str) -> AsyncIterator[list[TokenChunk]]:
-        async for step in self._face.tokens(router_id):
+    async def tokens(self, router_id: str, number: int = 0) -> AsyncIterator[list[TokenChunk]]:
+        async for step in self._face.tokens(router_id, number):
             yield step

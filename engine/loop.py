@@ -78,6 +78,12 @@ class LoopThread:
             self._drain()
         return future
 
+    def turn_here(self) -> float:
+        """One turn in the caller's thread, of a loop that was never started: for tests."""
+        assert self._thread.ident is None, "a started loop turns in its own thread"
+        self._take(0.0)
+        return self._turn()
+
     def _run(self) -> None:
         try:
             wait_s = 0.0

@@ -3,6 +3,14 @@
 Messages are frozen dataclasses; the clients at the end are what the router needs of a node and of
 the cluster, so that the same router runs over Ray actors or over nodes in its own process.
 
+A message to a node may come late, twice, never, or before one that was sent first:
+
+late     it says until when it counts, on the receiver's clock: `GenerateRequest.expires_at`
+twice    an attempt's id is used once: a node remembers those that ended, as long as they count
+never    a node's status lists the attempts it holds for the router that asks: what the router has
+         given up is ended there, what the node does not know is tried again elsewhere
+before   an id that was aborted or released is refused when its request comes after all
+
     SluiceError
     ├── InvalidRequest      400  the request can never succeed as it is
     ├── UnknownModel        404  no such model here
@@ -28,7 +36,7 @@ from typing import NamedTuple, Protocol
 from sluice.cache.journal import CacheReport
 from sluice.cache.spec import PoolSpec, TableSpec
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 # Output tokens for which decode takes pages at admission; more come as the output grows, and where
 # they do not, the youngest request is preempted.
@@ -152,6 +160,10 @@ class GenerateRequest:
     After a fail-over `emitted_token_ids` holds the output that the client has already. Nodes treat
     prompt + emitted as the tokens to prefill; output positions, `max_tokens` and the sampler's
     counter go on from `len(emitted_token_ids)`.
+
+    router_id: who asks; what a node holds for a router that falls silent is given back.
+    expires_at: on the clock of the node that gets the message (see NodeStatus.clock_s); it refuses
+    what comes later, as the router may have given the attempt up and others have its pages.
     """
 
     request_id: str
@@ -162,6 +174,8 @@ class GenerateRequest:
     local: bool = False  # decode computes the prompt itself: nothing is prefilled elsewhere
     traceparent: str = ""  # the router's span, under which nodes put theirs
     priority: int = 0  # in the router's queue the lower goes first
+    router_id: str = ""
+    expires_at: float | None = None  # None: whenever it comes
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -193,8 +207,9 @@ class PageGrant:
     """Pages in every pool of a decode node, promised to one request's transfer.
 
     `epoch` is unique for the node's life: a notification with another epoch is dropped. The lease
-    runs from the moment of receipt; prefill must not post a write after it. Prefill computes
-    `num_tokens` tokens; Full pools' rows that are complete at `skip_tokens` are on decode already.
+    runs from the moment of receipt, but at first no longer than `expires_at` on prefill's clock;
+    prefill must not post a write after it. Prefill computes `num_tokens` tokens; Full pools' rows
+    that are complete at `skip_tokens` are on decode already.
     """
 
     grant_id: str
@@ -206,6 +221,7 @@ class PageGrant:
     pages: Mapping[TableSpec, PageRun]
     lease_s: float
     skip_tokens: int = 0
+    expires_at: float | None = None
 
 
 @dataclass(frozen=True)
@@ -251,6 +267,7 @@ class PrefillResult:
 class TokenChunk(NamedTuple):
     """Output tokens of one request from one or more decode steps, or its failure.
 
+    position: output tokens before these, so that a chunk that is lost or comes twice is noticed.
     logprobs: one for each token if the request asks for them, else none.
     """
 
@@ -260,6 +277,7 @@ class TokenChunk(NamedTuple):
     error: str | None = None
     preempted: bool = False  # the node took the pages back: prefill again and go on
     logprobs: tuple[Logprobs, ...] = ()
+    position: int = 0
 
 
 @dataclass(frozen=True)
@@ -280,7 +298,9 @@ class NodeStatus:
     """A node's gauges, as of now. `pools` counts pages: free, used and cached.
 
     cached: keys of the prefixes it has (cache/keys.py; their root is its fingerprint and a
-    request's salt), as far as they changed after the version that the caller named.
+    request's salt), as far as they changed after the version that the caller named. clock_s: the
+    node's clock, by which it judges `expires_at`. requests: ids of the attempts that it holds for
+    the router that asked; None if it does not tell.
     """
 
     node_id: str
@@ -289,6 +309,8 @@ class NodeStatus:
     pools: Mapping[str, Mapping[str, int]]
     metrics: tuple[MetricFamily, ...] = ()
     cached: CacheReport = field(default_factory=CacheReport)
+    clock_s: float | None = None
+    requests: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -324,12 +346,16 @@ class PrefillClient(Protocol):
     async def run(self, request: GenerateRequest, grant: PageGrant) -> PrefillResult:
         """Compute the prompt, write its pages to the grant, sample the first token.
 
-        Raises TransferFailed if pages could not be delivered.
+        Raises TransferFailed if pages could not be delivered, NodeError if the request came too
+        late, twice, or after its abort.
         """
         ...
 
     async def abort(self, request_id: str) -> None:
-        """Stop the request; returns when nothing of it is in flight. Unknown ids are ignored."""
+        """Stop the request; returns when nothing of it is in flight, nor will be.
+
+        An id that is not known yet is refused if it comes later.
+        """
         ...
 
     async def status(self, router_id: str, cache_version: int | None = None) -> NodeStatus:
@@ -346,20 +372,28 @@ class DecodeClient(Protocol):
 
     info: NodeInfo
 
-    async def reserve(self, request: GenerateRequest, router_id: str) -> PageGrant:
-        """Allocate pages in every pool for the whole request. Raises Refused."""
-        ...
+    async def reserve(self, request: GenerateRequest) -> PageGrant:
+        """Allocate pages in every pool for the whole request.
 
-    async def release(self, grant_id: str, *, in_flight: bool) -> None:
-        """End the request and give its pages back; unknown ids are ignored.
-
-        in_flight: prefill could not be asked, so a write may still land: the pages are reused
-        leases later. Call again to prolong that, and without it once prefill has answered.
+        Raises Refused, or NodeError if the request came too late or after its release. Asked
+        again for an attempt that it holds, the node answers with the same grant.
         """
         ...
 
-    def tokens(self, router_id: str) -> AsyncIterator[list[TokenChunk]]:
-        """All token chunks for this router's requests, a list for each step. One per router."""
+    async def release(self, request_id: str, *, in_flight: bool) -> None:
+        """End the attempt and give its pages back.
+
+        An id that is not known yet is refused if it comes later. in_flight: prefill could not be
+        asked, so a write may still land: the pages are reused leases later. Call again to prolong
+        that, and without it once prefill has answered.
+        """
+        ...
+
+    def tokens(self, router_id: str, number: int = 0) -> AsyncIterator[list[TokenChunk]]:
+        """All token chunks for this router's requests, a list for each step. One per router.
+
+        number: grows from one stream of a router to its next, which ends those before it.
+        """
         ...
 
     async def status(self, router_id: str, cache_version: int | None = None) -> NodeStatus: ...

@@ -28,4 +28,4 @@ class AsyncPrefill:
         await asyncio.wrap_future(self.node.abort(request_id))
 
     async def status(self, router_id: str, cache_version: int | None = None) -> NodeStatus:
-        return await asyncio.wrap_future(self.node.status(cache_version))
+        return await asyncio.wrap_future(self.node.status(router_id, cache_version))

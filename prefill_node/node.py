@@ -9,18 +9,21 @@ The life of a prompt:
    with the last chunk.
 4. When everything has landed, `run`'s future gets the first token and the pages are given back.
 
-`abort` may come at any time: the prompt leaves after what is in flight has settled.
+`abort` may come at any time, before `run` too: the prompt leaves after what is in flight has
+settled. It leaves as well when its router falls silent.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 
 import torch
 
+from sluice.engine.attempts import Attempts
 from sluice.engine.batch import Chunk
 from sluice.engine.choice import choose
 from sluice.engine.config import SluiceConfig
@@ -37,6 +40,7 @@ from sluice.engine.protocol import (
     Role,
     TransferFailed,
 )
+from sluice.engine.routers import Routers
 from sluice.engine.runner import Runner
 from sluice.model.pool_rows import convert_rows
 from sluice.prefill_node.scheduler import Job, PrefillScheduler
@@ -46,7 +50,7 @@ from sluice.transfer.transport import Transport, make_transport
 
 log = logging.getLogger(__name__)
 
-IDLE_WAIT_S = 1.0  # the inbox wakes the loop; this only bounds a lost wake-up
+IDLE_WAIT_S = 0.1  # how late a silent router may be noticed
 TRANSFER_POLL_S = 0.0005  # completions are polled; shorter than the transfer of one chunk
 
 
@@ -54,10 +58,20 @@ class PrefillNode:
     """A prefill node. Public methods may be called from any thread."""
 
     def __init__(
-        self, runner: Runner, transport: Transport, config: SluiceConfig, node_id: str, host: str
+        self,
+        runner: Runner,
+        transport: Transport,
+        config: SluiceConfig,
+        node_id: str,
+        host: str,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.runner = runner
         self.metrics = NodeMetrics()
+        self._clock = clock
+        self._attempts = Attempts(config.transfer.lease_s, clock)
+        self._routers = Routers(config.transfer.lease_s, clock)
         self._sender = Sender(
             transport,
             runner.pools,
@@ -65,6 +79,7 @@ class PrefillNode:
             checksum=config.transfer.checksum,
             staging_bytes=config.transfer.staging_bytes,
             convert=convert_rows,
+            clock=clock,
         )
         self._scheduler = PrefillScheduler(
             runner,
@@ -105,14 +120,20 @@ class PrefillNode:
         """Compute the prompt into the grant; the future gets the first output token.
 
         It raises TransferFailed if the pages could not be delivered, NodeError if the prompt
-        could not be computed. Raises InvalidRequest for a JSON schema that cannot be followed.
+        could not be computed, or came too late, twice or after its abort. Raises InvalidRequest
+        for a JSON schema that cannot be followed.
         """
         result: Future[PrefillResult] = promise()
         keys = self.runner.manager.keys_of(request.token_ids, request.cache_salt)
-        job = Job(self.runner.take(request, grant.grant_id), grant, result, keys)
+        state = self.runner.take(request, grant.grant_id)
+        job = Job(state, grant, result, keys, router_id=request.router_id)
 
         def add() -> None:
-            self._sender.open(grant)
+            self._attempts.check(request)
+            if self._scheduler.find_request(request.request_id) is not None:
+                raise NodeError(f"request {request.request_id}: came twice; the first goes on")
+            self._sender.open(replace(grant, expires_at=request.expires_at))
+            self._routers.sign(request.router_id)
             self._scheduler.add(job)
             job.begin(self.info.node_id, request.traceparent)
 
@@ -120,10 +141,14 @@ class PrefillNode:
         return result
 
     def abort(self, request_id: str) -> Future[None]:
-        """Stop a request; done when nothing of it is in flight. Unknown ids are done at once."""
+        """Stop a request; done when nothing of it is in flight, nor will be.
+
+        An unknown id is done at once: its `run` is refused, should it still come.
+        """
         settled: Future[None] = promise()
 
         def mark() -> None:
+            self._attempts.end(request_id)
             job = self._scheduler.find_request(request_id)
             if job is None:
                 settled.set_result(None)
@@ -133,20 +158,30 @@ class PrefillNode:
         self._loop.call(mark).add_done_callback(lambda marked: pass_failure(marked, settled))
         return settled
 
-    def status(self, cache_version: int | None = None) -> Future[NodeStatus]:
-        """Gauges, and what is cached since that version of a report."""
-        return self._loop.call(
-            lambda: NodeStatus(
-                node_id=self.info.node_id,
-                running=self._scheduler.num_running,
-                waiting=self._scheduler.num_waiting,
-                pools=self.runner.manager.usage(),
-                metrics=self.metrics.families(),
-                cached=self.runner.manager.report(cache_version),
-            )
+    def status(self, router_id: str, cache_version: int | None = None) -> Future[NodeStatus]:
+        """Gauges, what is cached since that version of a report, and the router's sign of life."""
+        return self._loop.call(lambda: self._status(router_id, cache_version))
+
+    def turn_here(self) -> float:
+        """One turn of a node that was not started, in the caller's thread: for tests."""
+        return self._loop.turn_here()
+
+    def _status(self, router_id: str, cache_version: int | None) -> NodeStatus:
+        self._routers.sign(router_id)
+        return NodeStatus(
+            node_id=self.info.node_id,
+            running=self._scheduler.num_running,
+            waiting=self._scheduler.num_waiting,
+            pools=self.runner.manager.usage(),
+            metrics=self.metrics.families(),
+            cached=self.runner.manager.report(cache_version),
+            clock_s=self._clock(),
+            requests=tuple(job.request.request_id for job in self._scheduler.of_router(router_id)),
         )
 
     def _turn(self) -> float:
+        for router_id in self._routers.take_silent():
+            self._drop(router_id)
         self._settle_transfers()
         self._let_go()
         chunks = self._scheduler.next_chunks()
@@ -154,6 +189,11 @@ class PrefillNode:
             self._step(chunks)
             return 0.0
         return TRANSFER_POLL_S if self._scheduler.num_running else IDLE_WAIT_S
+
+    def _drop(self, router_id: str) -> None:
+        """Nobody waits for what a silent router has asked for."""
+        for job in self._scheduler.of_router(router_id):
+            self._fail(job.grant.grant_id, NodeError(f"no sign of its router {router_id}"))
 
     def _settle_transfers(self) -> None:
         """Count completed transfers; a failed one ends its request."""
@@ -180,6 +220,7 @@ class PrefillNode:
             if not self._sender.in_flight(job.grant.grant_id):
                 self._scheduler.remove(job)
                 self._sender.close_grant(job.grant.grant_id)
+                self._attempts.end(job.request.request_id)
                 job.settle()
 
     def _step(self, chunks: Sequence[Chunk]) -> None:

@@ -33,6 +33,7 @@ class Job:
     grant: PageGrant
     result: Future[PrefillResult]
     keys: PrefixKeys
+    router_id: str
     outcome: PrefillResult | None = None
     error: NodeError | None = None
     num_cached_tokens: int = 0
@@ -127,6 +128,9 @@ class PrefillScheduler:
 
     def find_request(self, request_id: str) -> Job | None:
         return next((job for job in self._jobs() if job.request.request_id == request_id), None)
+
+    def of_router(self, router_id: str) -> list[Job]:
+        return [job for job in self._jobs() if job.router_id == router_id]
 
     def ended(self) -> list[Job]:
         return [job for job in self._jobs() if job.ended]

@@ -30,7 +30,8 @@ from sluice.router.reservation import Reservation, hold
 
 logger = logging.getLogger(__name__)
 
-MAX_FAILURES = 3  # attempts that may fail before the request does
+MAX_FAILURES = 3  # attempts in a row that may fail before the request does
+MAX_LOST = 2  # nodes in a row that may be lost under a request: it may be what they die of
 
 
 @dataclass(frozen=True)
@@ -71,15 +72,18 @@ class Dispatcher:
         """Every output token once, in order, whichever nodes fail on the way.
 
         Close the iterator to end the request early. Raises QueueFull, Unavailable, or the last
-        NodeError after MAX_FAILURES failed attempts.
+        NodeError after MAX_FAILURES failed attempts or MAX_LOST lost nodes; an attempt that brought
+        the answer on begins the count anew.
         """
         ticket = self._queue.ticket(request.priority)
         emitted = list(request.emitted_token_ids)
         num_failures = 0
         for number in itertools.count(1):
+            num_emitted = len(emitted)
             attempt = replace(
                 request,
                 request_id=f"{request.request_id}.{number}",
+                router_id=self._router_id,
                 emitted_token_ids=tuple(emitted),
                 local=len(request.prompt_token_ids) + len(emitted) < self._local_below_tokens,
             )
@@ -93,7 +97,9 @@ class Dispatcher:
             except (Refused, Preempted) as error:  # nothing failed: back to its place in the queue
                 self._retry(attempt, error)
             except NodeError as error:
-                num_failures += 1
+                num_failures = 1 if len(emitted) > num_emitted + 1 else num_failures + 1
+                if ticket.num_lost >= MAX_LOST:
+                    raise NodeError(_suspicious(ticket, error)) from error
                 if num_failures == MAX_FAILURES:
                     raise
                 self._retry(attempt, error)
@@ -125,7 +131,7 @@ class Dispatcher:
     def _hold(
         self, pair: Pair, request: GenerateRequest, ticket: Ticket
     ) -> contextlib.AbstractAsyncContextManager[Reservation]:
-        return hold(pair, request, ticket, router_id=self._router_id, background=self._background)
+        return hold(pair, request, ticket, self._background)
 
     def _log_dispatched(self, request: GenerateRequest, pair: Pair) -> None:
         prefill, decode = pair.names
@@ -161,6 +167,13 @@ def _first_tokens(request: GenerateRequest, first: PrefillResult, pair: Pair) ->
 def _cached(request: GenerateRequest, num_tokens: int) -> int:
     """Cached prompt tokens: after a fail-over the hit may cover output, which is never told."""
     return 0 if request.emitted_token_ids else num_tokens
+
+
+def _suspicious(ticket: Ticket, error: NodeError) -> str:
+    return (
+        f"{ticket.num_lost} nodes were lost while they computed this request, one after the other; "
+        f"it is not tried on another one ({error})"
+    )
 
 
 def _reason(error: NodeError) -> str:

@@ -1,5 +1,8 @@
 """Inbox: one request's chunks, between its node's stream and the answer to its client.
 
+Every token comes out once and in order, or an error in its place: a chunk that comes again is
+dropped, and behind a gap nothing more is taken.
+
 A reader who falls behind gets all that has come as one chunk, so that a busy router spends less on
 each token and catches up.
 """
@@ -11,22 +14,46 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from sluice.engine.protocol import NodeLost, TokenChunk
+from sluice.engine.protocol import NodeError, TokenChunk
 
 
 class Inbox:
     """Keeps chunks in order until they are read. One reader.
 
-    on_unread: whom to tell, once, that the reader does not come.
+    on_unread: whom to tell, once, that the reader does not come. position: of the first token that
+    is to come, among the request's output tokens.
     """
 
-    def __init__(self, on_unread: Callable[[], None]) -> None:
+    def __init__(self, on_unread: Callable[[], None], position: int = 0) -> None:
         self.on_unread = on_unread
+        self._position = position
+        self._broken = False
         self._oldest = 0.0  # when the first of those that wait came, time.monotonic()
-        self._waiting: deque[TokenChunk | NodeLost] = deque()
+        self._waiting: deque[TokenChunk | NodeError] = deque()
         self._filled = asyncio.Event()
 
-    def put(self, arrived: TokenChunk | NodeLost) -> None:
+    def put(self, arrived: TokenChunk | NodeError) -> None:
+        """Keep it for the reader, unless it came before; an error is the last that is kept."""
+        if self._broken:
+            return
+        checked = self._in_order(arrived) if isinstance(arrived, TokenChunk) else arrived
+        if checked is not None:
+            self._broken = isinstance(checked, NodeError)
+            self._keep(checked)
+
+    def _in_order(self, chunk: TokenChunk) -> TokenChunk | NodeError | None:
+        """The chunk; None if its tokens came before, and an error if some before them did not."""
+        if chunk.error is not None:
+            return chunk  # it ends the request wherever it stands
+        gap = chunk.position - self._position
+        if gap > 0:
+            return NodeError(f"{gap} tokens before output position {chunk.position} were lost")
+        if gap < 0:
+            return None
+        self._position += len(chunk.token_ids)
+        return chunk
+
+    def _keep(self, arrived: TokenChunk | NodeError) -> None:
         if not self._waiting:
             self._oldest = time.monotonic()
         self._waiting.append(arrived)
@@ -40,11 +67,11 @@ class Inbox:
     async def get(self) -> TokenChunk:
         """The tokens that have come, waiting for the first; what failed comes after them.
 
-        Raises NodeLost where that is what was put in.
+        Raises the NodeError that was put in, or that a gap made.
         """
         await self._filled.wait()
         first = self._waiting.popleft()
-        if isinstance(first, NodeLost):
+        if isinstance(first, NodeError):
             raise first
         chunks = [first]
         while _goes_on(chunks[-1]) and (chunk := self._next_tokens()) is not None:
@@ -58,7 +85,7 @@ class Inbox:
         if not self._waiting:
             return None
         chunk = self._waiting[0]
-        if isinstance(chunk, NodeLost) or chunk.error is not None or chunk.preempted:
+        if isinstance(chunk, NodeError) or chunk.error is not None or chunk.preempted:
             return None
         self._waiting.popleft()
         return chunk
@@ -70,6 +97,7 @@ def _goes_on(chunk: TokenChunk) -> bool:
 
 def _joined(chunks: list[TokenChunk]) -> TokenChunk:
     return chunks[-1]._replace(
+        position=chunks[0].position,
         token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
         logprobs=tuple(entry for chunk in chunks for entry in chunk.logprobs),
     )

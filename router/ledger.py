@@ -96,6 +96,10 @@ class Ledger:
         ]
         return (self._num_busy + 1) / self._info.max_running_requests + max(pages, default=0.0)
 
+    def holds(self, holder: str) -> bool:
+        """Whether the holder has not given back what it took."""
+        return holder in self._tokens
+
     def take(self, holder: str, num_tokens: int, work_tokens: int | None = None) -> None:
         """work_tokens: how many of the tokens have to be computed, if not all."""
         assert holder not in self._tokens, f"{holder} already holds {self._info.node_id}"

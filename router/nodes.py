@@ -8,6 +8,9 @@ Life of a view:
  4. an answer after that makes it usable again; what was in flight before stays lost
  5. closed when the cluster no longer names this incarnation
 
+Calls, answers and chunks may be lost all the same. The node's status lists what it holds for us:
+what we do not know of is ended there, what is missing in it fails here.
+
 Everything here runs in the router's event loop.
 """
 
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, Generic, TypeVar
@@ -36,6 +40,7 @@ from sluice.router.background import Background
 from sluice.router.breaker import Breaker
 from sluice.router.cached import CachedPrefixes
 from sluice.router.events import log_event
+from sluice.router.held import Held
 from sluice.router.inbox import Inbox
 from sluice.router.ledger import Ledger
 from sluice.router.prompt import Prompt
@@ -44,6 +49,7 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.5
 REFUSED_PAUSE_S = 0.1  # a node that refused is not asked again before this
+STRAY_LIMIT_S = 5.0  # for ending what the node holds and we do not know
 UNREAD_LIMIT_S = 2.0  # a client behind by more gets no further tokens computed until it reads
 
 Client = TypeVar("Client", bound=PrefillClient | DecodeClient)
@@ -83,7 +89,9 @@ class RoutedNode(Generic[Client]):
         self.cached = CachedPrefixes(self.info.fingerprint, unit_tokens(self.info.specs))
         self.breaker = Breaker()
         self._router_id = router_id
-        self._lease_s = lease_s
+        self.lease_s = lease_s
+        self.held = Held(lease_s / 4)
+        self._node_clock: tuple[float, float] | None = None  # its clock, and ours when that came
         self._background = background
         self._on_change = on_change
         self._refused_until = 0.0
@@ -140,6 +148,7 @@ class RoutedNode(Generic[Client]):
 
     def give_back(self, request_id: str) -> None:
         """The request has left the node. Twice is harmless."""
+        self.held.end(request_id)
         self.cached.end(request_id)
         self.breaker.end(request_id)
         self.ledger.give_back(request_id)
@@ -172,45 +181,103 @@ class RoutedNode(Generic[Client]):
         self._refused_until = loop.time() + REFUSED_PAUSE_S
         loop.call_later(REFUSED_PAUSE_S, self._on_change)
 
-    async def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Await a call to the node. Raises NodeLost as soon as the node counts as lost."""
+    async def expires_at(self, limit_s: float) -> float | None:
+        """So many seconds from now on the node's own clock, or a little less; None: not known.
+
+        Raises NodeLost if the node has to be asked and does not answer.
+        """
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        if self._node_clock is None:
+            self._note(await self.call(self._ask()), started)
+        if self._node_clock is None:
+            return None
+        told, heard_at = self._node_clock
+        return told + (started - heard_at) + limit_s
+
+    async def call(self, coroutine: Coroutine[Any, Any, T], attempt: str | None = None) -> T:
+        """Await a call to the node. Raises NodeLost as soon as the node counts as lost.
+
+        attempt: what the node lists while it is at work on this call; NodeError if it does not.
+        """
         if self.lost_because is not None:
             coroutine.close()
             raise NodeLost(f"node {self.node_id}: {self.lost_because}")
         try:
             async with asyncio.timeout(None) as timeout:  # `lose` ends it: no task, no timer
                 self._calls.add(timeout)
+                if attempt is not None:
+                    self._expect(attempt, lambda: timeout.reschedule(0.0))
                 try:
                     return await coroutine
                 finally:
                     self._calls.discard(timeout)
+                    if attempt is not None:
+                        self.held.end(attempt)
         except TimeoutError as error:
             if timeout.expired():
-                raise NodeLost(f"node {self.node_id}: {self.lost_because or 'was lost'}") from error
+                raise self._why_ended(attempt) from error
             raise
         except NodeLost as error:
             self.lose(str(error))
             raise
 
+    def _why_ended(self, attempt: str | None) -> NodeError:
+        """Why a call to the node was ended from here."""
+        if self.lost_because is not None or attempt is None:
+            return NodeLost(f"node {self.node_id}: {self.lost_because or 'was lost'}")
+        return NodeError(f"node {self.node_id}: it does not know of {attempt}: a message was lost")
+
+    def _expect(self, attempt: str, on_missing: Callable[[], None]) -> None:
+        self.held.expect(attempt, asyncio.get_running_loop().time(), on_missing)
+
     async def refresh(self, limit_s: float) -> None:
         """Ask for the node's gauges now; the last known ones stay if it takes too long."""
         try:
+            asked_at = asyncio.get_running_loop().time()
             async with asyncio.timeout(limit_s):
-                self._note(await self.call(self._ask()))
+                self._note(await self.call(self._ask()), asked_at)
         except (NodeError, TimeoutError) as error:
             log_event(logger, "no_status", node=self.node_id, reason=error, level=logging.DEBUG)
 
     def _ask(self) -> Coroutine[Any, Any, NodeStatus]:
         return self.client.status(self._router_id, self.cached.version)
 
-    def _note(self, status: NodeStatus) -> None:
+    def _note(self, status: NodeStatus, asked_at: float) -> None:
+        now = asyncio.get_running_loop().time()
         self.status = status
+        if status.clock_s is not None:
+            self._node_clock = status.clock_s, now
+        if status.requests is not None:
+            self.held.compare(status.requests, asked_at=asked_at, now=now)
+            for stray in status.requests:
+                if not self.ledger.holds(stray):
+                    self._background.spawn(self._end_stray(stray))
         self.cached.take(status.cached)
         if self._shared:
             before, ledger = self.ledger.num_others, self.ledger
             ledger.num_others = max(0, status.running + status.waiting - ledger.running)
             if ledger.num_others < before:
                 self._on_change()
+
+    async def _end_stray(self, request_id: str) -> None:
+        """End what the node holds for us and we have given up; the next status tells if it did."""
+        log_event(logger, "stray", request_id=request_id, node=self.node_id, level=logging.WARNING)
+        try:
+            async with asyncio.timeout(STRAY_LIMIT_S):
+                await self._end_on_node(request_id)
+        except (NodeError, TimeoutError) as error:
+            log_event(
+                logger,
+                "stray_not_ended",
+                request_id=request_id,
+                node=self.node_id,
+                reason=error,
+                level=logging.WARNING,
+            )
+
+    def _end_on_node(self, request_id: str) -> Coroutine[Any, Any, None]:
+        raise NotImplementedError
 
     def lose(self, reason: str, *, level: int = logging.WARNING) -> None:
         """Treat the node as gone: whoever waits for it gets NodeLost."""
@@ -237,17 +304,18 @@ class RoutedNode(Generic[Client]):
 
     async def _watch(self) -> None:
         while True:
+            asked_at = asyncio.get_running_loop().time()
             try:
-                async with asyncio.timeout(self._lease_s):
-                    self._note(await self._ask())
+                async with asyncio.timeout(self.lease_s):
+                    self._note(await self._ask(), asked_at)
             except TimeoutError:
-                self.lose(f"no answer for {self._lease_s:g} s")
+                self.lose(f"no answer for {self.lease_s:g} s")
             except NodeError as error:
                 self.lose(str(error))
             else:
                 if self.lost_because is not None:
                     self._recover()
-            await asyncio.sleep(min(HEARTBEAT_S, self._lease_s / 4))
+            await asyncio.sleep(min(HEARTBEAT_S, self.lease_s / 4))
 
 
 class RoutedPrefill(RoutedNode[PrefillClient]):
@@ -262,6 +330,9 @@ class RoutedPrefill(RoutedNode[PrefillClient]):
     def promised_tokens(self, request: GenerateRequest) -> int:
         return len(request.token_ids)
 
+    def _end_on_node(self, request_id: str) -> Coroutine[Any, Any, None]:
+        return self.client.abort(request_id)
+
 
 class RoutedDecode(RoutedNode[DecodeClient]):
     """A decode node: pages for prompt and output, and one stream with everybody's tokens."""
@@ -269,6 +340,7 @@ class RoutedDecode(RoutedNode[DecodeClient]):
     def __init__(self, client: DecodeClient, **common: Any) -> None:
         """common: as RoutedNode takes them."""
         self._inboxes: dict[str, Inbox] = {}
+        self._streams = itertools.count(1)
         super().__init__(client, **common)
         self._receiver = self._background.spawn(self._receive())
         self._receiver.add_done_callback(self._receiver_ended)
@@ -279,14 +351,28 @@ class RoutedDecode(RoutedNode[DecodeClient]):
     def greatest_tokens(self, request: GenerateRequest) -> int:
         return request.max_total_tokens
 
-    def open_inbox(self, request_id: str, on_unread: Callable[[], None]) -> Inbox:
+    def _end_on_node(self, request_id: str) -> Coroutine[Any, Any, None]:
+        # Whether prefill still writes we cannot know any more: the pages wait for leases.
+        return self.client.release(request_id, in_flight=True)
+
+    def open_inbox(
+        self, request_id: str, on_unread: Callable[[], None], position: int = 0
+    ) -> Inbox:
         """Keep this request's chunks from now on, before the node can send the first.
 
-        on_unread: called when they have not been read for UNREAD_LIMIT_S; what is in the inbox
-        then ends with Preempted, and nothing more comes.
+        position: of the first token that is to come. on_unread: called when they have not been read
+        for UNREAD_LIMIT_S; what is in the inbox then ends with Preempted, and nothing more comes.
         """
-        inbox = self._inboxes[request_id] = Inbox(on_unread)
+        inbox = self._inboxes[request_id] = Inbox(on_unread, position)
         return inbox
+
+    def expect(self, request_id: str) -> None:
+        """The node has granted the request: its inbox gets a NodeError if it forgets it."""
+        lost = NodeError(
+            f"decode node {self.node_id}: it does not know of {request_id}: a message was lost"
+        )
+        inbox = self._inboxes[request_id]
+        self._expect(request_id, lambda: inbox.put(lost))
 
     def close_inbox(self, request_id: str) -> None:
         self._inboxes.pop(request_id, None)
@@ -318,7 +404,7 @@ class RoutedDecode(RoutedNode[DecodeClient]):
 
     async def _receive(self) -> None:
         try:
-            async for step in self.client.tokens(self._router_id):
+            async for step in self.client.tokens(self._router_id, next(self._streams)):
                 for chunk in step:
                     if (inbox := self._inboxes.get(chunk.request_id)) is not None:
                         inbox.put(chunk)

@@ -52,12 +52,14 @@ class Ticket:
     """A request's place among those that wait, kept over its attempts: (priority, arrival).
 
     returning: an attempt has failed, so it may wait for a node to come back.
-    avoid: ids of the nodes on which the last attempt failed.
+    avoid: ids of the nodes on which the last attempt failed. num_lost: nodes that were lost while
+    they computed it, one after the other.
     """
 
     place: tuple[int, int]
     returning: bool = False
     avoid: set[str] = field(default_factory=set)
+    num_lost: int = 0
 
 
 @dataclass(eq=False)

@@ -1,5 +1,8 @@
 """Reservation: a request's hold on one pair of nodes, from the grant to its return.
 
+Every message says until when it counts, and its attempt's id is used once: what is given back
+stays given back, whatever is still on its way to the nodes.
+
 Life:
  1. the queue has taken credit on both nodes, under the request's id
  2. reserve: decode promises pages in every pool, or refuses
@@ -20,15 +23,16 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 from sluice.engine.protocol import (
     GenerateRequest,
     NodeError,
+    NodeLost,
     PageGrant,
     Preempted,
     PrefillResult,
     Refused,
-    SluiceError,
     TokenChunk,
     TransferFailed,
 )
@@ -45,18 +49,20 @@ CLEANUP_PATIENCE_S = 1.0  # the request itself waits so long for the return, the
 class Reservation:
     """See the module. `request.request_id` is unique to the attempt."""
 
-    def __init__(
-        self, pair: Pair, request: GenerateRequest, router_id: str, background: Background
-    ) -> None:
+    def __init__(self, pair: Pair, request: GenerateRequest, background: Background) -> None:
         self._background = background
         self._returning: asyncio.Task[None] | None = None
         self._prefill, self._decode = pair.prefill, pair.decode
         self._nodes = pair.nodes
         self._request = request
-        self._router_id = router_id
-        self._inbox = self._decode.open_inbox(request.request_id, self._park)
-        self._granting: asyncio.Task[PageGrant] | None = None
+        position = len(request.emitted_token_ids) + (not self.local)  # the first is prefill's
+        self._inbox = self._decode.open_inbox(request.request_id, self._park, position)
+        self._asked = False
+        self._grant: PageGrant | None = None
+        self._prefill_until: float | None = None
         self._may_be_in_flight = False
+        self.computing = False
+        self.num_decoded_tokens = 0
 
     @property
     def local(self) -> bool:
@@ -66,27 +72,38 @@ class Reservation:
     @property
     def num_cached_tokens(self) -> int:
         """Tokens of a local prompt that decode need not compute."""
-        assert self._granting is not None, "known once reserved"
-        return self._granting.result().skip_tokens
+        assert self._grant is not None, "known once reserved"
+        return self._grant.skip_tokens
 
     async def reserve(self) -> None:
-        """Raises Refused or NodeLost."""
-        # A task of its own: if we are cancelled meanwhile, the grant still has to be given back.
-        self._granting = asyncio.create_task(
-            self._decode.call(self._decode.client.reserve(self._request, self._router_id))
-        )
-        with self._decode.judged():
-            await asyncio.shield(self._granting)
+        """Raises Refused or NodeLost, and NodeError if there is no answer within a lease."""
+        decode, lease_s = self._decode, self._decode.lease_s
+        with decode.judged():
+            until = await decode.expires_at(lease_s)
+            # Before decode's lease can begin, so that prefill's is never the longer one.
+            if self._prefill is not None:
+                self._prefill_until = await self._prefill.expires_at(lease_s)
+            self._asked = True
+            request = replace(self._request, expires_at=until)
+            try:
+                async with asyncio.timeout(lease_s):
+                    self._grant = await decode.call(decode.client.reserve(request))
+            except TimeoutError as error:
+                raise NodeError(
+                    f"decode node {decode.node_id}: no grant within the lease of {lease_s:g} s"
+                ) from error
+        decode.expect(self._request.request_id)
 
     async def prefill(self) -> PrefillResult:
         """Compute the prompt and move its pages. Raises TransferFailed or NodeLost."""
-        assert self._granting is not None, "prefill before reserve"
+        assert self._grant is not None, "prefill before reserve"
         assert self._prefill is not None, "a local prompt is not prefilled elsewhere"
-        self._may_be_in_flight = True
+        self._may_be_in_flight = self.computing = True
+        request = replace(self._request, expires_at=self._prefill_until)
         with self._prefill.judged():
             try:
                 result = await self._prefill.call(
-                    self._prefill.client.run(self._request, self._granting.result())
+                    self._prefill.client.run(request, self._grant), request.request_id
                 )
             except TransferFailed as error:
                 self._decode.fail(error)  # either end may be the broken one
@@ -98,11 +115,13 @@ class Reservation:
 
     async def stream(self) -> AsyncIterator[TokenChunk]:
         """Decode's tokens. Raises NodeError."""
+        self.computing = True
         num_tokens = len(self._request.token_ids)
         num_tokens += not self.local  # the first came from prefill
         with self._decode.judged():
             async for chunk in self._decode.stream(self._inbox):
                 num_tokens += len(chunk.token_ids)
+                self.num_decoded_tokens += len(chunk.token_ids)
                 self._decode.ledger.grow(self._request.request_id, num_tokens)
                 yield chunk
 
@@ -120,52 +139,45 @@ class Reservation:
     async def _give_back(self) -> None:
         request_id = self._request.request_id
         try:
-            grant = await self._grant_if_any()
-            if grant is not None:
-                await self._end(grant)
+            if self._asked:
+                await self._end()
         finally:
             self._decode.close_inbox(request_id)
             for node in self._nodes:
                 node.give_back(request_id)
 
-    async def _end(self, grant: PageGrant) -> None:
+    async def _end(self) -> None:
         """Release the grant; again and again while a write may land and prefill cannot be asked."""
-        stopped = await self._stop_prefill(grant)
+        stopped = await self._stop_prefill()
         prefill = self._prefill
         if prefill is not None:
             prefill.give_back(self._request.request_id)
-        await self._release(grant, in_flight=not stopped)
+        await self._release(in_flight=not stopped)
         while not stopped and prefill is not None and not prefill.closed:
-            await asyncio.sleep(grant.lease_s / 2)
-            stopped = await self._stop_prefill(grant)
-            await self._release(grant, in_flight=not stopped)
+            await asyncio.sleep(prefill.lease_s / 2)
+            stopped = await self._stop_prefill()
+            await self._release(in_flight=not stopped)
 
-    async def _grant_if_any(self) -> PageGrant | None:
-        if self._granting is None:
-            return None
-        with contextlib.suppress(SluiceError):  # the caller of reserve has seen it
-            return await self._granting
-        return None
-
-    async def _stop_prefill(self, grant: PageGrant) -> bool:
+    async def _stop_prefill(self) -> bool:
         """Whether nothing of the request is in flight, which the node may have to confirm."""
         if not self._may_be_in_flight:
             return True
         assert self._prefill is not None, "nothing is in flight from nowhere"
         try:
-            async with asyncio.timeout(min(CALL_LIMIT_S, grant.lease_s)):
+            async with asyncio.timeout(min(CALL_LIMIT_S, self._prefill.lease_s)):
                 await self._prefill.client.abort(self._request.request_id)
         except (NodeError, TimeoutError) as error:
             self._log_failure("abort_failed", self._prefill.node_id, error)
             return False
         return True
 
-    async def _release(self, grant: PageGrant, *, in_flight: bool) -> None:
+    async def _release(self, *, in_flight: bool) -> None:
+        request_id = self._request.request_id
         try:
             async with asyncio.timeout(CALL_LIMIT_S):
-                await self._decode.client.release(grant.grant_id, in_flight=in_flight)
+                await self._decode.client.release(request_id, in_flight=in_flight)
         except (NodeError, TimeoutError) as error:
-            # The node frees the grant itself when its lease runs out or this router goes silent.
+            # If the node still holds it then, its status says so, and it is released again.
             self._log_failure("release_failed", self._decode.node_id, error)
 
     def _log_failure(self, event: str, node_id: str, error: Exception) -> None:
@@ -184,15 +196,13 @@ async def hold(
     pair: Pair,
     request: GenerateRequest,
     ticket: Ticket,
-    *,
-    router_id: str,
     background: Background,
 ) -> AsyncIterator[Reservation]:
     """Reserve on entry, give back on exit; what failed is noted for the next attempt.
 
     Only where there may be one is the return waited for: an answer is not held up by it.
     """
-    reservation = Reservation(pair, request, router_id, background)
+    reservation = Reservation(pair, request, background)
     try:
         await reservation.reserve()
         yield reservation
@@ -201,7 +211,16 @@ async def hold(
             pair.decode.pause_after_refusal()
         elif not isinstance(error, Preempted):
             ticket.avoid = {node.node_id for node in pair.nodes}
+            _count_loss(ticket, reservation, error)
         await asyncio.wait({reservation.give_back()}, timeout=CLEANUP_PATIENCE_S)
         raise
     finally:
         reservation.give_back()
+
+
+def _count_loss(ticket: Ticket, reservation: Reservation, error: NodeError) -> None:
+    """Note whether the request may be what its nodes die of: those that computed for it did not."""
+    if reservation.num_decoded_tokens:
+        ticket.num_lost = 0
+    if isinstance(error, NodeLost) and reservation.computing:
+        ticket.num_lost += 1

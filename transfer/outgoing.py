@@ -81,6 +81,8 @@ class Outgoing:
         self.grant = grant
         self.unheard_s = UNHEARD_LEASES * grant.lease_s if read_by_peer else 0.0
         self.deadline = opened_at + grant.lease_s
+        if grant.expires_at is not None:
+            self.deadline = min(self.deadline, grant.expires_at)
         self.sent_tokens = 0
         self.num_posts = 0
         self.queue: deque[Chunk] = deque()

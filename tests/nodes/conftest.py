@@ -1,11 +1,13 @@
 """Prefill and decode nodes in two processes over NIXL, or in this one; and one that does both."""
 
+import itertools
 import json
 import queue
 import random
 import subprocess
 import sys
 import uuid
+from dataclasses import replace
 from multiprocessing.connection import Listener
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from sluice.model.registry import load_model
 from sluice.prefill_node.node import PrefillNode
 from sluice.transfer.local_transport import LocalTransport
 
+ATTEMPTS = itertools.count()
 HOST_SCRIPT = Path(__file__).with_name("decode_host.py")
 sys.path.insert(0, str(HOST_SCRIPT.parent))
 
@@ -52,7 +55,7 @@ class Single:
             if end == len(state.token_ids):
                 [choice] = choose(logits, [state])
                 reason = state.append(choice.token_id)
-        manager.release(state.grant_id)
+        manager.release(state.request_id)
         return list(state.token_ids[prompt:]), rows
 
     def _chunk_end(self, start, num_tokens):
@@ -60,6 +63,11 @@ class Single:
         manager, end = self.runner.manager, min(num_tokens, start + self.chunk_tokens)
         last_unit = num_tokens // manager.unit_tokens * manager.unit_tokens
         return min(end, last_unit) if manager.prefix_cache and start < last_unit else end
+
+
+def attempt(request):
+    """The request under an id of its own: nodes take each id once."""
+    return replace(request, request_id=f"{request.request_id}.{next(ATTEMPTS)}")
 
 
 def runner_of(config, role, wrap=lambda model: model):
@@ -105,28 +113,29 @@ class Pair:
 
     def generate(self, request):
         """Output tokens, and each pool's live bytes as they had arrived on decode."""
+        request = attempt(request)
         grant = self.decode.reserve(request)
         first = self.prefill.run(request, grant).result(60)
         tokens, rows = [first.token_id], {}
         if first.finish_reason is None:
             more, rows = self.decode.finish(grant)
             tokens += more
-        self.decode.release(grant.grant_id)
+        self.decode.release(grant.request_id)
         return tokens, rows
 
     def generate_together(self, requests):
         """Output tokens of requests that decode in one batch as they arrive."""
         started = []
-        for request in requests:
+        for request in map(attempt, requests):
             grant = self.decode.reserve(request)
             started.append((grant, self.prefill.run(request, grant).result(60).token_id))
         for grant, first in started:
             more, _ = self.decode.finish(grant)
-            self.decode.release(grant.grant_id)
+            self.decode.release(grant.request_id)
             yield [first, *more]
 
     def used_pages(self):
-        status = self.prefill.status().result(30)
+        status = self.prefill.status(ROUTER).result(30)
         return sum(p["used"] for p in status.pools.values()) + self.decode.used_pages()
 
     def close(self):
@@ -156,7 +165,7 @@ class LocalPair:
         self.decode.subscribe(ROUTER, self.chunks.put)
 
     def reserve(self, request):
-        return self.decode.reserve(request, ROUTER).result(30)
+        return self.decode.reserve(replace(request, router_id=ROUTER)).result(30)
 
     def finish(self, grant):
         """Tokens until the request's end or its error, and the error."""
@@ -169,6 +178,7 @@ class LocalPair:
                         return tokens, chunk.error
 
     def generate(self, request):
+        request = attempt(request)
         grant = self.reserve(request)
         first = self.prefill.run(request, grant).result(30)
         tokens, error = self.finish(grant)
@@ -176,7 +186,7 @@ class LocalPair:
         return [first.token_id, *tokens], self.decode.arrived.pop(grant.grant_id)
 
     def statuses(self):
-        return self.prefill.status().result(30), self.decode.status(ROUTER).result(30)
+        return self.prefill.status(ROUTER).result(30), self.decode.status(ROUTER).result(30)
 
     def used_pages(self):
         return sum(p["used"] for status in self.statuses() for p in status.pools.values())

@@ -10,6 +10,7 @@ import json
 import queue
 import sys
 from collections import defaultdict
+from dataclasses import replace
 from multiprocessing.connection import Client
 from pathlib import Path
 
@@ -74,10 +75,10 @@ class DecodeHost:
         return self.node.info
 
     def reserve(self, request: GenerateRequest) -> PageGrant:
-        return self.node.reserve(request, ROUTER).result(30)
+        return self.node.reserve(replace(request, router_id=ROUTER)).result(30)
 
-    def release(self, grant_id: str) -> None:
-        self.node.release(grant_id, in_flight=False).result(30)
+    def release(self, request_id: str) -> None:
+        self.node.release(request_id, in_flight=False).result(30)
 
     def zero(self, pool: str | None) -> None:
         self.node.zeroed_pool = pool

@@ -23,7 +23,7 @@ class Local:
         self.pair, self.reserve, self.finish = pair, pair.reserve, pair.finish
 
     def release(self, grant):
-        self.pair.decode.release(grant.grant_id, in_flight=False).result(10)
+        self.pair.decode.release(grant.request_id, in_flight=False).result(10)
 
 
 class OverNixl:
@@ -34,11 +34,11 @@ class OverNixl:
 
     def finish(self, grant):
         tokens, _ = self.pair.decode.finish(grant)
-        self.pair.decode.release(grant.grant_id)
+        self.pair.decode.release(grant.request_id)
         return tokens, None
 
     def release(self, grant):
-        self.pair.decode.release(grant.grant_id)
+        self.pair.decode.release(grant.request_id)
 
 
 @pytest.fixture(params=["write", "read"])

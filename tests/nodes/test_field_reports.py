@@ -61,7 +61,7 @@ def test_a_lease_ends_though_an_earlier_one_is_renewed(hasty, make_request):
                 ended = chunk.request_id if chunk.error else None
     assert ended == late.request_id
     assert hasty.decode._grants.get(early.grant_id) is renewed
-    hasty.decode.release(early.grant_id, in_flight=False).result(10)
+    hasty.decode.release(early.request_id, in_flight=False).result(10)
 
 
 def test_prompts_one_after_another_in_the_same_pages_never_answer_for_each_other(

@@ -105,7 +105,7 @@ async def test_the_router_leaves_short_prompts_to_decode(config, start_local, si
     transport = httpx.ASGITransport(app=create_app(service))
     async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:
         for num_tokens, on_decode in ((63, True), (64, False)):
-            before = computed_tokens((pair.prefill.status().result(30)), "prefill")
+            before = computed_tokens((pair.prefill.status("router").result(30)), "prefill")
             answer = await client.post(
                 "/v1/completions",
                 json={
@@ -118,7 +118,7 @@ async def test_the_router_leaves_short_prompts_to_decode(config, start_local, si
             assert answer.status_code == 200, answer.text
             usage = answer.json()["usage"]
             assert (usage["prompt_tokens"], usage["completion_tokens"]) == (num_tokens, 6)
-            after = computed_tokens((pair.prefill.status().result(30)), "prefill")
+            after = computed_tokens((pair.prefill.status("router").result(30)), "prefill")
             assert (after == before) == on_decode
     await service.stop(limit_s=5)
     assert pair.used_pages() == 0

@@ -90,7 +90,7 @@ def test_a_full_decode_node_refuses_and_takes_the_next_after_a_release(
     grants = [pair.reserve(make_request(9, vocab_size=511, seed=s)) for s in range(4)]
     with pytest.raises(Refused, match=r"d: 4 requests are running .*try again"):
         pair.reserve(make_request(9, vocab_size=511, seed=9))
-    pair.decode.release(grants[0].grant_id, in_flight=False).result(5)
+    pair.decode.release(grants[0].request_id, in_flight=False).result(5)
     pair.reserve(make_request(9, vocab_size=511, seed=9))
 
 
@@ -102,7 +102,7 @@ def test_aborts_at_random_moments_leave_nothing_behind(config, start_local, make
         pair.prefill.run(request, grant)
         time.sleep(rng.choice([0, 0.002, 0.01, 0.03]))
         pair.prefill.abort(grant.request_id).result(10)
-        pair.decode.release(grant.grant_id, in_flight=False).result(10)
+        pair.decode.release(grant.request_id, in_flight=False).result(10)
     assert pair.used_pages() == 0
     pair.prefill.runner.manager.check()
     pair.decode.runner.manager.check()
@@ -127,7 +127,7 @@ def test_a_post_that_raises_fails_the_run_at_once(config, start_local, make_requ
     assert grant.lease_s > 20, "the failure must not wait for the lease"
     with pytest.raises(TransferFailed, match="the cable is cut"):
         pair.prefill.run(request, grant).result(10)
-    pair.decode.release(grant.grant_id, in_flight=False).result(10)
+    pair.decode.release(grant.request_id, in_flight=False).result(10)
     assert pair.used_pages() == 0
 
 
@@ -140,7 +140,7 @@ def test_a_step_that_raises_fails_its_requests_and_the_node_goes_on(
     grant = pair.reserve(bad)
     with pytest.raises(NodeError, match="prefill step failed: tripped"):
         pair.prefill.run(bad, grant).result(10)
-    pair.decode.release(grant.grant_id, in_flight=False).result(10)
+    pair.decode.release(grant.request_id, in_flight=False).result(10)
     pair.generate(make_request(21, vocab_size=300))
     assert pair.used_pages() == 0
 
@@ -160,9 +160,9 @@ def test_a_held_grant_comes_back_as_soon_as_nothing_is_in_flight(config, start_l
     pair = start_local(config)
     grant = pair.reserve(make_request(50, vocab_size=511))
     for _ in range(2):
-        pair.decode.release(grant.grant_id, in_flight=True).result(10)
+        pair.decode.release(grant.request_id, in_flight=True).result(10)
         assert pair.used_pages() > 0
-    pair.decode.release(grant.grant_id, in_flight=False).result(10)
+    pair.decode.release(grant.request_id, in_flight=False).result(10)
     assert pair.used_pages() == 0
 
 

@@ -172,7 +172,10 @@ def test_preempted_requests_go_on_after_another_prefill(
 
 
 def run_all(pair, todo):
-    """Run requests to their ends as a router would; returns outputs and how many came back."""
+    """Run requests to their ends as a router would; returns outputs and how many came back.
+
+    A request that comes back is another attempt, with as many primes behind its name.
+    """
     output = {r.request_id: [] for r in todo}
     running, num_preempted = {}, 0
     while todo or running:
@@ -180,15 +183,17 @@ def run_all(pair, todo):
             again = todo.pop(0)
             running[again.request_id] = again
             first = pair.prefill.run(again, grant).result(30)
-            output[again.request_id].append(first.token_id)
+            output[again.request_id.rstrip("'")].append(first.token_id)
         for chunk in pair.chunks.get(timeout=30):
-            output[chunk.request_id] += chunk.token_ids
+            so_far = output[chunk.request_id.rstrip("'")]
+            so_far += chunk.token_ids
             assert chunk.error is None or chunk.preempted, chunk.error
             if chunk.finish_reason is not None or chunk.preempted:
                 ended = running.pop(chunk.request_id)
             if chunk.preempted:
                 num_preempted += 1
-                todo.append(replace(ended, emitted_token_ids=tuple(output[chunk.request_id])))
+                again = f"{chunk.request_id}'"
+                todo.append(replace(ended, request_id=again, emitted_token_ids=tuple(so_far)))
     return output, num_preempted
 
 
@@ -227,7 +232,7 @@ def test_both_nodes_tell_which_prefixes_they_have_in_keys_that_the_router_comput
     pair, rng = start_local(config), random.Random(5)
     asked = request(random_tokens(rng, 3 * PAGE + 5), max_tokens=2, salt="tenant")
     pair.generate(asked)
-    told = [pair.prefill.status(0).result(30), pair.decode.status("router", 0).result(30)]
+    told = [pair.prefill.status("router", 0).result(30), pair.decode.status("router", 0).result(30)]
     for info, status in zip((pair.prefill.info, pair.decode.info), told, strict=True):
         cached = CachedPrefixes(info.fingerprint, unit_tokens(info.specs))
         cached.take(status.cached)

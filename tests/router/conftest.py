@@ -167,7 +167,21 @@ class ScriptedNode:
         sample = ("sluice:transfer_bytes_total", {"pool": "pages"}, 7.0)
         family = MetricFamily("sluice:transfer_bytes", "counter", "Bytes moved.", (sample,))
         cached = self.journal.since(cache_version or 0)
-        return NodeStatus(self.info.node_id, self.running(), 0, pools, (family,), cached)
+        now = asyncio.get_running_loop().time()
+        return NodeStatus(
+            self.info.node_id,
+            self.running(),
+            0,
+            pools,
+            (family,),
+            cached,
+            now,
+            self.held(router_id),
+        )
+
+    def held(self, router_id: str) -> tuple[str, ...]:
+        """Attempts that it tells the router it holds for it."""
+        raise NotImplementedError
 
 
 class ScriptedPrefill(ScriptedNode):
@@ -180,6 +194,9 @@ class ScriptedPrefill(ScriptedNode):
 
     def running(self) -> int:
         return len(self.at_work)
+
+    def held(self, router_id: str) -> tuple[str, ...]:
+        return tuple(r for r, work in self.at_work.items() if work.router_id == router_id)
 
     async def run(self, request: GenerateRequest, grant: PageGrant) -> PrefillResult:
         await self.enter("run")
@@ -218,6 +235,7 @@ class ScriptedDecode(ScriptedNode):
         self.confirmed: list[str] = []  # those of them of which nothing is in flight any more
         self.streams: dict[str, asyncio.Queue] = {}
         self.owners: dict[str, str] = {}
+        self.requests: dict[str, str] = {}  # request id -> grant id
         self.generating: dict[str, asyncio.Task] = {}
         self.tokens_per_chunk = 1
         self.die_after: int | None = None
@@ -227,7 +245,14 @@ class ScriptedDecode(ScriptedNode):
     def running(self) -> int:
         return len(self.grants)
 
-    async def reserve(self, request: GenerateRequest, router_id: str) -> PageGrant:
+    def held(self, router_id: str) -> tuple[str, ...]:
+        return tuple(
+            request_id
+            for request_id, grant_id in self.requests.items()
+            if grant_id in self.grants and self.owners[grant_id] == router_id
+        )
+
+    async def reserve(self, request: GenerateRequest) -> PageGrant:
         await self.enter("reserve")
         self.raise_fault()
         need = len(FULL.pages(0, request.max_total_tokens))
@@ -236,7 +261,8 @@ class ScriptedDecode(ScriptedNode):
         grant_id = f"grant-{next(self.world.counter)}"
         self.free_pages -= need
         self.grants[grant_id] = need
-        self.owners[grant_id] = router_id
+        self.owners[grant_id] = request.router_id
+        self.requests[request.request_id] = grant_id
         self.max_seen = max(self.max_seen, len(self.grants))
         run = PageRun(0, tuple(range(need)))
         info = self.info
@@ -245,8 +271,9 @@ class ScriptedDecode(ScriptedNode):
             len(request.token_ids), {FULL: run}, 1.0,
         )  # fmt: skip
 
-    async def release(self, grant_id: str, *, in_flight: bool) -> None:
+    async def release(self, request_id: str, *, in_flight: bool) -> None:
         await self.enter("release")
+        grant_id = self.requests.get(request_id, "none")
         if in_flight:
             self.voided.append(grant_id)
         elif grant_id in self.voided:
@@ -275,7 +302,10 @@ class ScriptedDecode(ScriptedNode):
             stream = self.streams.setdefault(self.owners[grant_id], asyncio.Queue())
             scored = [self.world.script.logprobs(request, token) for token in new]
             logprobs = tuple(entry for entry in scored if entry is not None)
-            stream.put_nowait([TokenChunk(request.request_id, new, finish, logprobs=logprobs)])
+            position = len(output) - len(new)
+            stream.put_nowait(
+                [TokenChunk(request.request_id, new, finish, logprobs=logprobs, position=position)]
+            )
             num_new += len(new)
             if num_new == self.error_after:
                 self.error_after = None
@@ -295,7 +325,7 @@ class ScriptedDecode(ScriptedNode):
         self.grants.clear()
         self.free_pages = self.info.num_pages[FULL]
 
-    async def tokens(self, router_id: str) -> AsyncIterator[list[TokenChunk]]:
+    async def tokens(self, router_id: str, number: int = 0) -> AsyncIterator[list[TokenChunk]]:
         stream = self.streams.setdefault(router_id, asyncio.Queue())
         while True:
             step = await stream.get()

@@ -17,7 +17,7 @@ async def test_tokens_that_wait_are_one_chunk():
     scored = [Logprobs(-float(number)) for number in range(3)]
     inbox = filled(
         TokenChunk("r", (1,), logprobs=(scored[0],)),
-        TokenChunk("r", (2, 3), FinishReason.STOP, logprobs=(scored[1], scored[2])),
+        TokenChunk("r", (2, 3), FinishReason.STOP, logprobs=(scored[1], scored[2]), position=1),
     )
     assert await inbox.get() == TokenChunk(
         "r", (1, 2, 3), FinishReason.STOP, logprobs=tuple(scored)
@@ -29,7 +29,7 @@ async def test_tokens_that_wait_are_one_chunk():
     [TokenChunk("r", (), error="broken"), TokenChunk("r", (), error="later", preempted=True)],
 )
 async def test_a_failure_comes_after_the_tokens_before_it(failure):
-    inbox = filled(TokenChunk("r", (1,)), TokenChunk("r", (2,)), failure)
+    inbox = filled(TokenChunk("r", (1,)), TokenChunk("r", (2,), position=1), failure)
     assert (await inbox.get()).token_ids == (1, 2)
     assert await inbox.get() == failure
 
