@@ -79,20 +79,23 @@ class Reservation:
         """Raises Refused or NodeLost, and NodeError if there is no answer within a lease."""
         decode, lease_s = self._decode, self._decode.lease_s
         with decode.judged():
-            until = await decode.expires_at(lease_s)
-            # Before decode's lease can begin, so that prefill's is never the longer one.
-            if self._prefill is not None:
-                self._prefill_until = await self._prefill.expires_at(lease_s)
-            self._asked = True
-            request = replace(self._request, expires_at=until)
             try:
                 async with asyncio.timeout(lease_s):
-                    self._grant = await decode.call(decode.client.reserve(request))
+                    self._grant = await self._ask_for_grant()
             except TimeoutError as error:
                 raise NodeError(
                     f"decode node {decode.node_id}: no grant within the lease of {lease_s:g} s"
                 ) from error
         decode.expect(self._request.request_id)
+
+    async def _ask_for_grant(self) -> PageGrant:
+        decode = self._decode
+        until = await decode.expires_at(decode.lease_s)
+        # Before decode's lease can begin, so that prefill's is never the longer one.
+        if self._prefill is not None:
+            self._prefill_until = await self._prefill.expires_at(decode.lease_s)
+        self._asked = True
+        return await decode.call(decode.client.reserve(replace(self._request, expires_at=until)))
 
     async def prefill(self) -> PrefillResult:
         """Compute the prompt and move its pages. Raises TransferFailed or NodeLost."""
