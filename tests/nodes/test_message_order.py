@@ -12,10 +12,13 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from sluice.decode_node.outbox import Outbox
+from sluice.router.reservation import CALL_LIMIT_S
+
 sys.path.insert(0, str(Path(__file__).parent))
 
-from message_world import LEASE_S, World  # noqa: E402
-from sums_model import VOCAB  # noqa: E402
+from message_world import LEASE_S, World
+from sums_model import VOCAB
 
 NUM_EXAMPLES = int(os.environ.get("MESSAGE_EXAMPLES", "100"))
 STEPS = 100
@@ -36,6 +39,17 @@ def letter(world, start):
 
 def prompt(seed, num_tokens=40):
     return [(seed * 31 + i * 7) % VOCAB for i in range(num_tokens)]
+
+
+def counter(remote, name, **labels):
+    """The value of one of the node's counters."""
+    [value] = [
+        value
+        for family in remote.node.metrics.families()
+        for sample, having, value in family.samples
+        if sample == name and having == labels
+    ]
+    return value
 
 
 def until(world, start):
@@ -71,14 +85,17 @@ def test_a_run_that_comes_after_its_time_is_refused(world):
     world.begin("late", prompt(1), 8)
     run = until(world, "run late")
     world.cancel("late")
-    for _ in range(8):  # whatever else is sent arrives
-        world.pass_time(LEASE_S / 2)
-        for other in [m for m in world.mail if m is not run]:
-            world.deliver(other)
+    for number in range(8):  # until nobody remembers its abort
+        world.begin(f"other{number}", prompt(2), 4)
+        for _ in range(int(LEASE_S)):
+            world.pass_time(0.5)
+            for other in [m for m in world.mail if m is not run]:
+                world.deliver(other)
+    before = counter(world.prefills[0], "sluice:computed_tokens_total", kind="prefill")
     world.deliver(run)
     world.calm_down()
-    world.check_answers()
     world.check_quiescent()
+    assert counter(world.prefills[0], "sluice:computed_tokens_total", kind="prefill") == before
 
 
 def test_a_reserve_that_its_release_has_overtaken_takes_nothing(world):
@@ -97,8 +114,26 @@ def test_a_lost_release_leaves_no_zombie(world):
     until(world, "tokens [('leaver")
     world.cancel("leaver")
     world.mail.remove(until(world, "release leaver"))
-    world.pass_time(LEASE_S, calm=True)
+    world.pass_time(CALL_LIMIT_S + 1.5, calm=True)
     assert sum(p["used"] for p in world.decodes[0].node.runner.manager.usage().values()) == 0
+    assert counter(world.decodes[0], "sluice:computed_tokens_total", kind="decode") < 180
+
+
+def test_tokens_that_come_twice_count_once(world):
+    world.begin("r", prompt(1), 8)
+    world.deliver(until(world, "tokens [('r"), keep=True)
+    world.calm_down()
+    world.check_answers()
+    assert "r" in world.whole
+
+
+def test_of_two_streams_of_a_router_the_later_one_counts():
+    outbox, first, second = Outbox(), [], []
+    outbox.subscribe("router", second.append, 2)
+    outbox.subscribe("router", first.append, 1)  # it was sent earlier, and took longer
+    outbox.put("router", "chunk")
+    outbox.flush()
+    assert second == [["chunk"]] and first == [None]
 
 
 @pytest.mark.parametrize("kind", ["reserve", "answer to reserve", "run", "answer to run", "tokens"])
@@ -122,20 +157,21 @@ def test_the_last_tokens_of_an_answer_are_missed_when_they_are_lost(world):
     assert "r" in world.whole, world.errors
 
 
-def test_a_silent_router_leaves_no_work_on_prefill(world):
-    world.begin("r", prompt(1, 200), 8)
+def test_prefill_computes_no_further_for_a_router_that_has_fallen_silent(world):
+    world.begin("r", prompt(1, 230), 8)  # ten chunks
     world.deliver(until(world, "run r"))
-    prefill = world.prefills[0].node
-    assert prefill.runner.manager.usage()["all"]["used"] > 0 or prefill.turn_here() is not None
-    world.mail.clear()  # nothing of the router arrives any more
-    world.decodes[0].frozen = True
-    world.prefills[0].frozen = True
-    world.pass_time(LEASE_S / 2)
-    world.prefills[0].frozen = False
-    for _ in range(4):
-        world.pass_time(LEASE_S / 2)
+    prefill = world.prefills[0]
+    for node in world.nodes:
+        node.frozen = True
+    for _ in range(10):
+        prefill.node.turn_here()
+        world.pass_time(LEASE_S / 4)
+        for sent in list(world.mail):  # writes arrive, but nothing of the router does
+            if sent.what.startswith("write"):
+                world.deliver(sent)
         world.mail.clear()
-    assert prefill.runner.manager.usage()["all"]["used"] == 0
+    assert counter(prefill, "sluice:computed_tokens_total", kind="prefill") < 8 * 24
+    assert prefill.node.runner.manager.usage()["all"]["used"] == 0
 
 
 class Messages(RuleBasedStateMachine):
