@@ -108,7 +108,7 @@ class Runner:
             )
         prefills = role is Role.PREFILL
         max_step_tokens = section.max_batch_tokens if prefills else section.max_running_requests
-        if not prefills and config.router.local_prefill_below_tokens:
+        if not prefills:  # short prompts, and those that have outgrown every prefill node
             max_step_tokens += section.max_batch_tokens
         return cls(
             model,

@@ -203,3 +203,32 @@ async def test_chaos_ends_in_reference_texts_and_silence(world):
         num_tokens = body["usage"]["completion_tokens"]
         assert body["choices"][0]["text"] == world.expected(prompt, num_tokens)
     await world.until(world.quiescent)
+
+
+async def test_a_request_under_which_two_nodes_were_lost_goes_to_no_third(world):
+    prefill = world.prefills["prefill-0"]
+    prefill.faults = [NodeLost("its process died")] * 3
+    answer = await world.complete()
+    assert answer.status_code == 500
+    assert "2 nodes were lost while they computed this request" in answer.json()["error"]["message"]
+    assert prefill.calls.count("run") == 2
+
+
+async def test_an_answer_that_goes_on_survives_any_number_of_lost_nodes(world):
+    decode = world.decodes["decode-0"]
+    decode.die_after = 3
+
+    reviving = asyncio.create_task(_revive(world, decode))
+    answer = await world.complete(max_tokens=30)
+    reviving.cancel()
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["text"] == world.expected(max_tokens=30)
+
+
+async def _revive(world, decode):
+    """Bring the node back whenever it has died."""
+    while True:
+        await asyncio.sleep(0.01)
+        if decode.dead:
+            decode.streams.clear()
+            decode.dead = False
