@@ -15,14 +15,15 @@ The life of a request:
 
 from __future__ import annotations
 
-import itertools
 import logging
+import secrets
 import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from sluice.cache.clock import lease_clock
 from sluice.cache.manager import NoRoom
 from sluice.cache.prefix_tree import Hit
 from sluice.decode_node.admission import admit, pages_to_write
@@ -50,6 +51,7 @@ from sluice.transfer.transport import Transport, make_transport
 log = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.1  # how late an expired lease may be noticed
+EPOCH_BITS = 63  # nobody guesses one that was not told him
 ARRIVAL_POLL_S = 0.0005  # notifications are polled; short against the transfer of one chunk
 
 
@@ -64,7 +66,7 @@ class DecodeNode:
         node_id: str,
         host: str,
         *,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = lease_clock,
     ) -> None:
         self.runner = runner
         self.metrics = NodeMetrics()
@@ -75,7 +77,6 @@ class DecodeNode:
         self._grants = Grants(config.transfer.lease_s)
         self._outbox = Outbox()
         self._planner = StepPlanner(runner.manager, config.decode.max_batch_tokens)
-        self._epochs = itertools.count(1)
         self._loop = LoopThread(node_id, self._turn)
         self.info: NodeInfo = runner.describe(
             node_id=node_id,
@@ -156,7 +157,7 @@ class DecodeNode:
         self._count_lookup(num_tokens, hit)
         grant = PageGrant(
             grant_id=grant_id,
-            epoch=next(self._epochs),
+            epoch=secrets.randbits(EPOCH_BITS),
             node_id=self.info.node_id,
             incarnation=self.info.incarnation,
             request_id=request.request_id,

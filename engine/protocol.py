@@ -206,8 +206,8 @@ class PageRun:
 class PageGrant:
     """Pages in every pool of a decode node, promised to one request's transfer.
 
-    `epoch` is unique for the node's life: a notification with another epoch is dropped. The lease
-    runs from the moment of receipt, but at first no longer than `expires_at` on prefill's clock;
+    `epoch` is drawn at random: who knows it holds the grant, what comes with another is dropped.
+    The lease runs from the moment of receipt, the first one no longer than until `expires_at`;
     prefill must not post a write after it. Prefill computes `num_tokens` tokens; Full pools' rows
     that are complete at `skip_tokens` are on decode already.
     """
@@ -221,7 +221,7 @@ class PageGrant:
     pages: Mapping[TableSpec, PageRun]
     lease_s: float
     skip_tokens: int = 0
-    expires_at: float | None = None
+    expires_at: float | None = None  # on prefill's lease clock; None: lease_s after receipt
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from dataclasses import replace
 
 import torch
 
+from sluice.cache.clock import lease_clock
 from sluice.engine.attempts import Attempts
 from sluice.engine.batch import Chunk
 from sluice.engine.choice import choose
@@ -65,7 +66,7 @@ class PrefillNode:
         node_id: str,
         host: str,
         *,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = lease_clock,
     ) -> None:
         self.runner = runner
         self.metrics = NodeMetrics()

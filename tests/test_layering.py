@@ -31,6 +31,7 @@ ALLOWED = {
     "benchmarks": ALL,
 }
 TORCH_FREE = (
+    "cache/clock.py",
     "cache/spec.py",
     "cache/journal.py",
     "engine/protocol.py",

@@ -12,10 +12,10 @@ sender keeps its pages as they are (see Outgoing).
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from sluice.cache.clock import lease_clock
 from sluice.engine.protocol import IncompatiblePeers, TransferFailed
 from sluice.transfer.offer import Answer, Offer
 from sluice.transfer.transport import Handle, Transport
@@ -52,7 +52,7 @@ class Reads:
     Senders are connected by the addresses in their offers.
     """
 
-    def __init__(self, transport: Transport, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, transport: Transport, clock: Callable[[], float] = lease_clock) -> None:
         self._transport = transport
         self._clock = clock
         self._posted: list[_Posted] = []

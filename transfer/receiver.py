@@ -15,11 +15,11 @@ a grant: they are dropped and counted in `dropped`. Wrong rows or a wrong checks
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from sluice.cache.clock import lease_clock
 from sluice.cache.pools import Pool
 from sluice.engine.protocol import PageGrant
 from sluice.transfer.checksum import checked_rows, checksum
@@ -59,7 +59,7 @@ class Receiver:
         transport: Transport,
         pools: Mapping[str, Pool],
         *,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = lease_clock,
     ) -> None:
         """Registers the pools at the transport; they stay registered until `close`."""
         transport.register(pools)

@@ -19,10 +19,10 @@ mode too, where a post is an offer that decode reads (see offers.py).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
+from sluice.cache.clock import lease_clock
 from sluice.cache.pools import Pool
 from sluice.engine.protocol import IncompatiblePeers, NodeInfo, PageGrant, TransferFailed
 from sluice.transfer.checksum import ChecksumMode
@@ -52,7 +52,7 @@ class Sender:
         checksum: ChecksumMode = "off",
         staging_bytes: int = STAGING_BYTES,
         convert: Convert | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = lease_clock,
     ) -> None:
         """Registers the pools at the transport; they stay registered until `close`.
 
@@ -89,13 +89,15 @@ class Sender:
     def open(self, grant: PageGrant) -> None:
         """Start the grant's lease, at the moment of its receipt.
 
-        Raises TransferFailed if the node that made it is not connected in that incarnation.
+        Raises TransferFailed if it has expired on its way, or if the node that made it is not known
+        in that incarnation.
         """
         assert grant.grant_id not in self._outgoing, f"grant {grant.grant_id} is open already"
         self._peers.of_grant(grant)
-        self._outgoing[grant.grant_id] = Outgoing(
-            grant, self._clock(), read_by_peer=self._mode == "read"
-        )
+        now = self._clock()
+        outgoing = Outgoing(grant, now, read_by_peer=self._mode == "read")
+        outgoing.check(now)
+        self._outgoing[grant.grant_id] = outgoing
 
     def send(
         self,

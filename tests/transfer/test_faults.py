@@ -113,6 +113,36 @@ def test_nothing_is_written_after_the_lease(toy):
     assert target.end.poll() == [] and source.end.poll() == []  # the caller knows already
 
 
+def test_a_grant_that_has_expired_on_its_way_is_refused(toy):
+    clock = Clock()
+    clock.now_s = 5.0
+    source, target = toy.pair(clock=clock)
+    grant = dataclasses.replace(target.grant(20, lease_s=30.0), expires_at=5.0)
+    with pytest.raises(TransferFailed, match="reserve again"):
+        source.end.open(grant)
+    assert not source.end.in_flight(grant.grant_id)
+    source.end.open(dataclasses.replace(grant, expires_at=5.1))
+
+
+def test_nothing_is_posted_after_a_grants_expiry_but_progress_renews_it(toy):
+    clock = Clock()
+    source, target = toy.pair(clock=clock)
+    early, late = (
+        dataclasses.replace(target.grant(40, name, lease_s=5.0), expires_at=3.0)
+        for name in ("early", "late")
+    )
+    runs = source.page_runs(40)
+    for grant in (early, late):
+        source.end.open(grant)
+    clock.now_s = 2.0
+    source.end.send(early, runs, 0, 16)
+    source.end.poll()
+    clock.now_s = 3.0
+    source.end.send(early, runs, 16, 32)
+    with pytest.raises(TransferFailed, match="lease"):
+        source.end.send(late, runs, 0, 16)
+
+
 def test_progress_renews_the_lease_from_when_it_was_posted(toy):
     clock = Clock()
     source, target = toy.pair(clock=clock)
@@ -123,6 +153,23 @@ def test_progress_renews_the_lease_from_when_it_was_posted(toy):
     source.end.send(grant, runs, 0, 16)
     clock.now_s = 4.5
     assert [t.seconds for t in source.end.poll()] == [0.5]
+    clock.now_s = 8.9
+    source.end.send(grant, runs, 16, 20)
+    clock.now_s = 9.2  # from its completion the first lease would last until 9.5
+    with pytest.raises(TransferFailed, match="lease"):
+        source.end.send(grant, runs, 20, 24)
+
+
+def test_what_was_never_seen_to_complete_renews_nothing(toy):
+    clock = Clock()
+    source, target = toy.pair(clock=clock)
+    grant = target.grant(40, lease_s=5.0)
+    runs = source.page_runs(40)
+    source.end.open(grant)
+    clock.now_s = 4.0
+    source.end.send(grant, runs, 0, 16)
+    clock.now_s = 4.5
+    source.end.poll()
     clock.now_s = 8.0
     source.end.send(grant, runs, 16, 32)
     clock.now_s = 13.5  # the second post was never polled, so it renewed nothing
