@@ -16,7 +16,7 @@ import torch
 from sluice.cache.pools import Pool
 from sluice.engine.protocol import IncompatiblePeers, TransferFailed
 from sluice.transfer.plan import Copy, named
-from sluice.transfer.transport import Handle
+from sluice.transfer.transport import Handle, check_name
 
 _PREFIX = b"local:"
 Memories = dict[str, torch.Tensor]  # by name, each uint8 [num_bytes]
@@ -49,13 +49,14 @@ class LocalTransport:
     def address(self) -> bytes:
         return _PREFIX + self.name.encode()
 
-    def connect(self, address: bytes) -> str:
+    def connect(self, address: bytes, *, expected: str | None = None) -> str:
         name = address.removeprefix(_PREFIX).decode(errors="replace")
         if not address.startswith(_PREFIX) or _find(name) is None:
             raise IncompatiblePeers(
                 f"transfer.backend: the peer's address {address[:64]!r} is not that of a local "
                 "transport in this process; set the same transfer.backend on both nodes"
             )
+        check_name(name, expected)
         self._peers.add(name)
         return name
 
@@ -78,6 +79,9 @@ class LocalTransport:
 
     def poll(self, handle: Handle) -> bool:
         return True
+
+    def watch(self, on: bool) -> None:
+        """Nothing to move on: posts are over at once."""
 
     def abandon(self, handle: Handle) -> None:
         """Nothing to give up: a post is over when it returns."""

@@ -6,12 +6,23 @@ Facts this file is built on, measured with NIXL 1.5.1 and UCX:
   descriptors are handed over as numpy arrays, which NIXL reads three times as fast as tuples: a
   list of 1,000 takes 0.4 ms. Lists prepared once and selected by index take 0.1 ms, too small a
   part of the 20 ms that their 64 MB take to move, so there are none.
-- NIXL's progress thread spins on a core of its own. It is off: the loops on both sides poll every
-  few milliseconds anyway. `backend_params: {progress_thread: "on"}` turns it on where cores are
-  plenty and steps are long.
+- NIXL's progress thread spins on a core of its own, and does not send notifications. It is off; a
+  pump (pump.py) does both. `backend_params: {progress_thread: "on"}` turns it on where cores are
+  plenty. What still waits for the loop's next turn, over TCP as over RDMA: that what has arrived is
+  looked at, and that what is posted next is posted, since pools and grants are the loop's own.
 - Over TCP, what the kernel has taken over is sent again until it is acknowledged, for a quarter of
   an hour: a write abandoned long ago would land when a cable is plugged in again. UCX can limit it.
-- A notification is delivered after all bytes of its transfer, and needs no metadata of the sender.
+- UCX connects over TCP in the caller's thread: to a host that does not answer for as long as that
+  limit, with every other request waiting. It can also do so on the side, and a failure then shows
+  at the first transfer.
+- `add_remote_agent` of a known name changes nothing, also if its connection is broken; after
+  `remove_remote_agent` it connects anew. Transfers still in flight then fail at their next check,
+  with an exception. So a connection is mended by abandoning what is on it, removing and adding.
+- A broken connection raises at the next post, and the exception is the same if parts of that post
+  have started. Where a peer has not been heard of for a second, one byte goes before the first
+  descriptor: if that raises, nothing else has left, and the caller may connect again and repeat.
+- A notification is delivered after all bytes of its transfer, and needs no metadata of the sender,
+  whose name is what it says itself: any bytes.
 - Errors are exceptions that share no base class, and C++ logs their reason to stderr.
 """
 
@@ -19,6 +30,8 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,13 +39,14 @@ from typing import Any
 import numpy as np
 import torch
 from nixl import _bindings
-from nixl._api import nixl_agent, nixl_agent_config
+from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
 
 from sluice.cache.pools import Pool
 from sluice.engine.protocol import ConfigError, IncompatiblePeers, TransferFailed
 from sluice.transfer.nixl_memory import Address, Batch, Region, batches
 from sluice.transfer.plan import ByteRuns, Copy
-from sluice.transfer.transport import Handle
+from sluice.transfer.pump import PUMP_S, Pump
+from sluice.transfer.transport import Handle, check_name
 
 log = logging.getLogger(__name__)
 logging.getLogger("nixl").setLevel(logging.WARNING)  # it prints its INFO lines to stdout
@@ -46,6 +60,13 @@ NixlError: tuple[type[Exception], ...] = tuple(
 
 UCX_SETTINGS = "engine_config"  # NIXL's parameter that passes them on: "KEY=VALUE,KEY=VALUE"
 MAILBOX = ""  # the region of one byte that a notification is written with if no pool's run can be
+QUIET_S = 1.0  # a connection on which nothing has completed for so long may have broken unnoticed
+
+
+@dataclass
+class _Peer:
+    regions: Mapping[str, Region]
+    heard_at: float = -QUIET_S  # monotonic second of the last transfer that completed
 
 
 @dataclass
@@ -57,9 +78,16 @@ class _Posted:
     notification: bytes | None = None
     error: str | None = None  # why it will fail once what has started is over
 
+    @property
+    def over(self) -> bool:
+        return not self.xfers
+
 
 class NixlTransport:
-    """See Transport. One NIXL agent with one backend; used by one thread."""
+    """See Transport. One NIXL agent with one backend; used by one thread and by its pump.
+
+    A lock is held for each call of the agent or for some; the agent belongs to whoever holds it.
+    """
 
     def __init__(
         self,
@@ -79,10 +107,16 @@ class NixlTransport:
         progress = options.pop("progress_thread", "off") == "on"
         if backend == "UCX" and max_silence_s is not None:
             # At this level UCX prints the transports that it chooses, at start and for each peer.
-            ours = f"LOG_LEVEL=info,TCP_USER_TIMEOUT={round(1000 * max_silence_s)}ms"
+            limit_ms = round(1000 * max_silence_s)
+            ours = f"LOG_LEVEL=info,TCP_CONN_NB=y,TCP_USER_TIMEOUT={limit_ms}ms"
             own = options.get(UCX_SETTINGS)
             options[UCX_SETTINGS] = ours if own is None else f"{ours},{own}"  # the last one wins
-        self._agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=progress, backends=[]))
+        config = nixl_agent_config(
+            enable_prog_thread=progress,
+            backends=[],
+            sync_mode=nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,  # several threads, one at a time
+        )
+        self._agent = nixl_agent(name, config)
         try:
             self._agent.create_backend(backend, options)
         except NixlError as error:
@@ -96,13 +130,22 @@ class NixlTransport:
         self._mailbox = torch.zeros(1, dtype=torch.uint8)
         self._regions: dict[str, Region] = {}
         self._registered: list[Any] = []
-        self._peers: dict[str, Mapping[str, Region]] = {}
+        self._peers: dict[str, _Peer] = {}
         self._posted: dict[Handle, _Posted] = {}
         self._handles = itertools.count(1)
         self._address = b""
+        self._lock = threading.RLock()
+        self._arrived: list[tuple[str, bytes]] = []
+        self._watched = False
+        self._moved_at = 0.0  # monotonic second at which the agent was last polled
+        self._cuda: int | None = None
+        self._pump = Pump(name, self._pump_turn)
+        self._pump.start()
 
     def register(self, pools: Mapping[str, Pool]) -> None:
         self._pools = dict(pools)
+        devices = [pool.tensor.get_device() for pool in pools.values() if pool.tensor.is_cuda]
+        self._cuda = devices[0] if devices else None
         self._regions = {name: Region.of(pool.tensor) for name, pool in pools.items()}
         self._regions[MAILBOX] = Region.of(self._mailbox)
         for name, region in self._regions.items():
@@ -111,49 +154,67 @@ class NixlTransport:
 
     def stage(self, name: str, memory: torch.Tensor) -> None:
         assert name not in self._regions, f"memory {name!r} is registered already"
-        self._staged.append(memory)
-        self._regions[name] = region = Region.of(memory)
-        self._register(name, region)
-        self._address = self._own_address()
+        with self._lock:
+            self._staged.append(memory)
+            self._regions[name] = region = Region.of(memory)
+            self._register(name, region)
+            self._address = self._own_address()
 
     def address(self) -> bytes:
         assert self._address, "pools are registered before the address is handed out"
         return self._address
 
-    def connect(self, address: bytes) -> str:
+    def connect(self, address: bytes, *, expected: str | None = None) -> str:
         peer = Address.decode(address)
+        check_name(peer.name, expected)
         if peer.backend != self._backend:
             raise IncompatiblePeers(
                 f"transfer.backend: the peer uses {peer.backend}, we use {self._backend}; "
                 "set the same transfer.backend on both nodes"
             )
+        if MAILBOX not in peer.regions:
+            raise IncompatiblePeers(f"peer {peer.name}: its address has no mailbox")
+        with self._lock:
+            name = self._add(peer)
+            check_name(name, peer.name)
+            if name in self._peers:
+                self._peers[name].regions = peer.regions
+            else:
+                self._peers[name] = _Peer(peer.regions)
+        return name
+
+    def _add(self, peer: Address) -> str:
         try:
-            name = self._agent.add_remote_agent(peer.metadata).decode()
+            name: str = self._agent.add_remote_agent(peer.metadata).decode(errors="replace")
+        except _bindings.nixlBackendError as error:
+            raise TransferFailed(f"peer {peer.name} cannot be reached ({error})") from error
         except NixlError as error:
             raise IncompatiblePeers(
                 f"peer {peer.name}: NIXL refuses its metadata ({error}); "
                 "run the same nixl version on both nodes"
             ) from error
-        self._peers[name] = peer.regions
         return name
 
     def disconnect(self, peer: str) -> None:
-        if self._peers.pop(peer, None) is None:
-            return
-        try:
-            self._agent.remove_remote_agent(peer)
-        except NixlError as error:
-            log.warning("event=peer_not_removed peer=%s error=%s", peer, error)
+        with self._lock:
+            if self._peers.pop(peer, None) is None:
+                return
+            try:
+                self._agent.remove_remote_agent(peer)
+            except NixlError as error:
+                log.warning("event=peer_not_removed peer=%s error=%s", peer, error)
 
     def post(self, peer: str, writes: Sequence[Copy], notification: bytes) -> Handle:
-        lists = batches(writes, self._regions, self._regions_of(peer))
+        known = self._known(peer)
+        lists = batches(writes, self._regions, known.regions)
         return self._post(peer, "WRITE", lists, notification)
 
     def read(self, peer: str, reads: Sequence[Copy], notification: bytes) -> Handle:
-        lists = batches(reads, self._regions_of(peer), self._regions)
+        known = self._known(peer)
+        lists = batches(reads, known.regions, self._regions)
         return self._post(peer, "READ", lists, notification)
 
-    def _regions_of(self, peer: str) -> Mapping[str, Region]:
+    def _known(self, peer: str) -> _Peer:
         if peer not in self._peers:
             raise TransferFailed(f"peer {peer} is not connected; connect it again")
         return self._peers[peer]
@@ -161,48 +222,88 @@ class NixlTransport:
     def _post(
         self, peer: str, operation: str, lists: Sequence[Batch], notification: bytes
     ) -> Handle:
-        handle = next(self._handles)
-        posted = self._posted[handle] = _Posted(peer)
         # One list of descriptors, the usual case: NIXL itself notifies after the last byte.
         attached = notification if len(lists) == 1 else b""
-        posted.notification = None if attached else notification
-        try:
-            posted.xfers += [self._prepare(peer, operation, batch, attached) for batch in lists]
-            self._start(posted)
+        posted = _Posted(peer, notification=notification if len(lists) > 1 else None)
+        with self._lock:
+            try:
+                first = self._first_byte(peer, b"" if lists else notification)
+                posted.xfers += first
+                for batch in lists:
+                    posted.xfers.append(self._prepare(peer, operation, batch, attached))
+                self._start(posted, num_harmless=len(first))
+            except NixlError as error:
+                self._release(posted)
+                reason = f"NIXL cannot post the {operation} ({error})"
+                raise TransferFailed(f"peer {peer}: {reason}") from error
+            handle = next(self._handles)
+            self._posted[handle] = posted
             self._advance(posted)
-        except NixlError as error:
-            self.abandon(handle)
-            reason = f"NIXL cannot post the {operation} ({error})"
-            raise TransferFailed(f"peer {peer}: {reason}") from error
+        self._pump.wake()
         return handle
 
+    def _first_byte(self, peer: str, notification: bytes) -> list[Any]:
+        """What shows whether the connection stands, if need be, before anything of a grant leaves.
+
+        With a notification it is all there is to send.
+        """
+        quiet = time.monotonic() - self._known(peer).heard_at >= QUIET_S
+        return [self._mailbox_write(peer, notification)] if notification or quiet else []
+
     def poll(self, handle: Handle) -> bool:
-        posted = self._posted[handle]
-        try:
+        with self._lock:
+            posted = self._posted[handle]
+            self._moved_at = time.monotonic()
             self._advance(posted)
-        except NixlError as error:
-            self.abandon(handle)
-            raise TransferFailed(f"peer {posted.peer}: the transfer failed ({error})") from error
-        if posted.xfers:
-            return False
-        del self._posted[handle]
+            if not posted.over:
+                return False
+            del self._posted[handle]
         if posted.error is not None:
             raise TransferFailed(f"peer {posted.peer}: the transfer failed ({posted.error})")
         return True
 
     def abandon(self, handle: Handle) -> None:
-        posted = self._posted.pop(handle)
-        for xfer in posted.xfers:
-            try:
-                self._agent.release_xfer_handle(xfer)
-            except NixlError as error:
-                log.warning("event=transfer_not_cancelled peer=%s error=%s", posted.peer, error)
+        with self._lock:
+            self._release(self._posted.pop(handle))
+
+    def watch(self, on: bool) -> None:
+        self._watched = on
+        if on:
+            self._pump.wake()
 
     def notifications(self) -> list[tuple[str, bytes]]:
-        arrived: dict[str, list[bytes]] = self._agent.get_new_notifs()
-        return [(sender, message) for sender, messages in arrived.items() for message in messages]
+        with self._lock:
+            self._moved_at = time.monotonic()
+            self._take_notifications()
+            arrived, self._arrived = self._arrived, []
+        return arrived
+
+    def _take_notifications(self) -> None:
+        try:
+            arrived: dict[str, list[bytes]] = self._agent.get_new_notifs()
+        except (*NixlError, UnicodeDecodeError) as error:  # of a peer whose name is no text
+            log.warning("event=notifications_dropped agent=%s error=%s", self.name, error)
+            return
+        self._arrived += [
+            (sender, message) for sender, messages in arrived.items() for message in messages
+        ]
+
+    def _pump_turn(self) -> bool:
+        """Move on what is in flight unless the loop does so itself; whether there is anything."""
+        if time.monotonic() - self._moved_at < PUMP_S:
+            return True
+        if self._cuda is not None:
+            torch.cuda.set_device(self._cuda)  # of this thread: UCX copies in the current context
+        with self._lock:
+            in_flight = [posted for posted in self._posted.values() if not posted.over]
+            for posted in in_flight:
+                self._advance(posted)
+            if self._watched:
+                self._take_notifications()
+        return bool(in_flight) or self._watched
 
     def close(self) -> None:
+        self._pump.stop()
         for handle in list(self._posted):
             self.abandon(handle)
         for peer in list(self._peers):
@@ -235,20 +336,28 @@ class NixlTransport:
         here, there = (source, target) if operation == "WRITE" else (target, source)
         return self._agent.initialize_xfer(operation, here, there, peer, notification)
 
-    def _start(self, posted: _Posted) -> None:
-        """Start the prepared transfers.
+    def _mailbox_write(self, peer: str, notification: bytes) -> Any:
+        here, there = self._regions[MAILBOX], self._peers[peer].regions[MAILBOX]
+        byte = ByteRuns(*np.array([[0], [0], [1]]))
+        write = Copy(MAILBOX, MAILBOX, byte)
+        [batch] = batches([write], {MAILBOX: here}, {MAILBOX: there})
+        return self._prepare(peer, "WRITE", batch, notification)
 
-        If one cannot start, those before it are still in flight: the post then fails at `poll`,
-        when they are over. With none before it the error is raised at once.
+    def _start(self, posted: _Posted, *, num_harmless: int) -> None:
+        """Start the prepared transfers, as far as it goes.
+
+        If one of the harmless at the beginning cannot start, nothing of a grant has left and the
+        error is raised. With another, parts of it may be on their way, and those before it are: the
+        post then fails at `poll`, when they are over.
         """
         for started, xfer in enumerate(posted.xfers):
             try:
                 self._agent.transfer(xfer)
             except NixlError as error:
-                if not started:
+                if started < num_harmless:
                     raise
                 posted.error = str(error)
-                del posted.xfers[started:]
+                self._release(posted, first=started)
                 return
 
     def _advance(self, posted: _Posted) -> None:
@@ -258,17 +367,36 @@ class NixlTransport:
         have left; a transfer of the mailbox's byte is one that can be polled.
         """
         while posted.xfers:
-            state = self._agent.check_xfer_state(posted.xfers[-1])
-            if state == "PROC":
+            if (state := self._check(posted)) == "PROC":
                 return
-            if state == "ERR":
-                posted.error = "NIXL reports an error"
-            self._agent.release_xfer_handle(posted.xfers.pop())
+            if state == "DONE" and posted.peer in self._peers:
+                self._peers[posted.peer].heard_at = time.monotonic()
+            self._release(posted, first=len(posted.xfers) - 1)
         if posted.notification is not None and posted.error is None:
             notification, posted.notification = posted.notification, None
-            here, there = self._regions[MAILBOX], self._peers[posted.peer][MAILBOX]
-            byte = ByteRuns(*np.array([[0], [0], [1]]))
-            write = Copy(MAILBOX, MAILBOX, byte)
-            [batch] = batches([write], {MAILBOX: here}, {MAILBOX: there})
-            posted.xfers.append(self._prepare(posted.peer, "WRITE", batch, notification))
-            self._start(posted)
+            try:
+                posted.xfers.append(self._mailbox_write(posted.peer, notification))
+                self._agent.transfer(posted.xfers[-1])
+            except NixlError as error:
+                posted.error = str(error)
+                self._release(posted)
+
+    def _check(self, posted: _Posted) -> str:
+        """The state of the post's last transfer: PROC, DONE or ERR, which is noted."""
+        try:
+            state: str = self._agent.check_xfer_state(posted.xfers[-1])
+            reason = "NIXL reports an error"
+        except NixlError as error:
+            state, reason = "ERR", str(error)
+        if state == "ERR":
+            posted.error = posted.error or reason
+        return state
+
+    def _release(self, posted: _Posted, *, first: int = 0) -> None:
+        """Give up transfers from the first on; those that are over just leave."""
+        for xfer in posted.xfers[first:]:
+            try:
+                self._agent.release_xfer_handle(xfer)
+            except NixlError as error:
+                log.warning("event=transfer_not_cancelled peer=%s error=%s", posted.peer, error)
+        del posted.xfers[first:]

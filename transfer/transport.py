@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from sluice.cache.pools import Pool
-from sluice.engine.protocol import ConfigError
+from sluice.engine.protocol import ConfigError, IncompatiblePeers
 from sluice.transfer.plan import Copy
 
 if TYPE_CHECKING:
@@ -62,10 +62,12 @@ class Transport(Posts, Protocol):
         """
         ...
 
-    def connect(self, address: bytes) -> str:
-        """Reach a peer's pools; returns the peer's id, its name. Raises IncompatiblePeers.
+    def connect(self, address: bytes, *, expected: str | None = None) -> str:
+        """Reach a peer's pools; returns the peer's id, its name.
 
-        A newer address of a connected peer adds what it has staged since.
+        Raises IncompatiblePeers for what is no address, or not that of the expected peer, and
+        TransferFailed for a peer that cannot be reached now. A newer address of a connected peer
+        adds what it has staged since, but mends no broken connection: disconnect first.
         """
         ...
 
@@ -81,6 +83,13 @@ class Transport(Posts, Protocol):
         """Start reading from the peer's memory into our pools; then the peer gets the notification.
 
         Otherwise like `post`.
+        """
+        ...
+
+    def watch(self, on: bool) -> None:
+        """Whether peers may write to us or read from us: then that moves on without any call.
+
+        What we have posted ourselves moves on anyway.
         """
         ...
 
@@ -104,6 +113,14 @@ class TransportChoice(Protocol):
 
     @property
     def lease_s(self) -> float: ...
+
+
+def check_name(name: str, expected: str | None) -> None:
+    """Raise IncompatiblePeers unless an address is the expected peer's, if one is expected."""
+    if expected not in (None, name):
+        raise IncompatiblePeers(
+            f"{expected!r:.80} brings the address of {name!r:.80}, expected its own"
+        )
 
 
 def make_transport(choice: TransportChoice, node_id: str) -> Transport:
