@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from sluice.cache.spec import PoolSpec
-from sluice.engine.protocol import PageGrant
+from sluice.engine.protocol import PageGrant, TransferFailed
 from sluice.transfer.notification import Notification
-from sluice.transfer.plan import rows_to_receive
+from sluice.transfer.plan import Copy, check_landing, rows_to_receive
 
 
 class Incoming:
     """Counts a grant's chunks, and the rows of every pool, until none is missing.
 
     `open` turns False with the first error, or when decode has given the request up: a grant that
-    is not open never completes.
+    is not open never completes. `reading`: chunks that are being read for it.
     """
 
-    def __init__(self, grant: PageGrant, specs: Iterable[PoolSpec]) -> None:
+    def __init__(self, grant: PageGrant, specs: Mapping[str, PoolSpec]) -> None:
         self.grant = grant
         self.open = True
         self.sender: str | None = None  # the first to write is the only one to write
         self.first_token: int | None = None
+        self.reading: set[int] = set()
+        self._specs = specs
         self._expected = {
-            spec.name: rows_to_receive(spec, grant.num_tokens, grant.skip_tokens) for spec in specs
+            name: rows_to_receive(spec, grant.num_tokens, grant.skip_tokens)
+            for name, spec in specs.items()
         }
         self._arrived: dict[str, list[range]] = {name: [] for name in self._expected}
+        self._num_arrived: Counter[str] = Counter()
         self._chunks: set[int] = set()
+        self._highest_chunk = -1
         self._num_chunks: int | None = None  # known with the last one
 
     def refuses(self, sender: str, note: Notification) -> str | None:
@@ -35,50 +41,68 @@ class Incoming:
             return "wrong_epoch"
         if self.sender not in (None, sender):
             return "other_sender"
-        if note.chunk in self._chunks:
+        if note.chunk in self._chunks or note.chunk in self.reading:
             return "duplicate"
         return None
 
-    def take(self, sender: str, note: Notification) -> str | None:
-        """Count a chunk. Returns what is wrong with its rows, if anything."""
-        self.sender = sender
-        self._chunks.add(note.chunk)
+    def check_offer(self, note: Notification, copies: Sequence[Copy]) -> None:
+        """Raise TransferFailed unless all bytes land in this grant's pages, where note says."""
         for name, rows in note.rows.items():
-            expected = self._expected.get(name)
-            if expected is None:
-                return f"pool {name}: rows arrived for a pool this node does not have"
-            if rows.start < expected.start or rows.stop > expected.stop:
-                return f"pool {name}: rows {rows} arrived, expected rows within {expected}"
+            self._check_rows(name, rows)
+        check_landing(copies, self._specs, self.grant.pages, note.rows)
+
+    def take(self, sender: str, note: Notification) -> None:
+        """Count a chunk. Raises TransferFailed if it is not what the grant waits for."""
+        self.sender = sender
+        for name, rows in note.rows.items():
+            self._check_rows(name, rows)
             self._arrived[name].append(rows)
+            self._num_arrived[name] += len(rows)
+            if self._num_arrived[name] > len(self._expected[name]):
+                raise TransferFailed(self._uneven(name))
+        self._chunks.add(note.chunk)
+        self._highest_chunk = max(self._highest_chunk, note.chunk)
         if note.last:
-            self._num_chunks = note.chunk + 1
-            self.first_token = note.first_token
-        return self._missing() if self.all_chunks_here else None
+            self._take_last(note)
+        if self._num_chunks is not None and self._highest_chunk >= self._num_chunks:
+            raise TransferFailed(f"chunk {self._highest_chunk} arrived of {self._num_chunks}")
+        if self.all_chunks_here:
+            self._check_whole()
+
+    def _take_last(self, note: Notification) -> None:
+        if self._num_chunks is not None:
+            raise TransferFailed(f"chunks {self._num_chunks - 1} and {note.chunk} are both last")
+        self._num_chunks = note.chunk + 1
+        self.first_token = note.first_token
 
     @property
     def all_chunks_here(self) -> bool:
-        return self._chunks == set(range(self._num_chunks or 0)) and bool(self._chunks)
+        """Without gaps: chunks are numbered from 0, and none arrives twice or beyond the last."""
+        return len(self._chunks) == self._num_chunks
 
-    def _missing(self) -> str | None:
-        """Which pool's rows are not exactly the expected ones, although every chunk is here."""
-        if self.first_token is None:
-            return "the last chunk brought no first token"
+    def _check_rows(self, name: str, rows: range) -> None:
+        expected = self._expected.get(name)
+        if expected is None:
+            raise TransferFailed(f"pool {name}: rows arrived for a pool this node does not have")
+        if rows.start < expected.start or rows.stop > expected.stop:
+            raise TransferFailed(f"pool {name}: {rows} arrived, expected rows within {expected}")
+
+    def _check_whole(self) -> None:
+        """Raise TransferFailed for a pool whose rows are not the expected ones, each once."""
         for name, expected in self._expected.items():
             position = expected.start
             for rows in sorted(self._arrived[name], key=lambda rows: rows.start):
                 if rows.start != position:
                     break
                 position = rows.stop
-            if position != expected.stop or _count(self._arrived[name]) != len(expected):
-                return (
-                    f"pool {name}: {_count(self._arrived[name])} rows arrived, expected each of "
-                    f"{expected} once"
-                )
-        return None
+            if position != expected.stop or self._num_arrived[name] != len(expected):
+                raise TransferFailed(self._uneven(name))
 
-
-def _count(ranges: Iterable[range]) -> int:
-    return sum(len(rows) for rows in ranges)
+    def _uneven(self, name: str) -> str:
+        return (
+            f"pool {name}: {self._num_arrived[name]} rows arrived, expected each of "
+            f"{self._expected[name]} once"
+        )
 
 
 def bytes_of(rows: Mapping[str, range], specs: Mapping[str, PoolSpec]) -> dict[str, int]:

@@ -8,14 +8,18 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from sluice.engine.protocol import IncompatiblePeers, TransferFailed
+from sluice.transfer.envelope import Malformed, name, number
 from sluice.transfer.plan import Copy, Integers, named
 
+KINDS = ("DRAM", "VRAM")
+MAX_BYTES = 1 << 62
 Descriptors = npt.NDArray[np.uint64]  # [num_runs, 3]: address, bytes, device
 
 
@@ -35,9 +39,10 @@ class Region:
 
     def descriptors(self, offsets: Integers, num_bytes: Integers) -> Descriptors:
         """[num_runs, 3] for runs at byte offsets of the region. Raises TransferFailed outside."""
-        if offsets.min() < 0 or (end := int((offsets + num_bytes).max())) > self.num_bytes:
+        start, end = int(offsets.min()), int((offsets + num_bytes).max())
+        if start < 0 or end > self.num_bytes:
             raise TransferFailed(
-                f"a run ends at byte {end} of a pool of {self.num_bytes} bytes; "
+                f"runs from byte {start} to {end} leave a memory of {self.num_bytes} bytes; "
                 "the grant lists pages that do not exist"
             )
         rows = np.empty((len(offsets), 3), dtype=np.uint64)
@@ -83,6 +88,17 @@ def batches(
     ]
 
 
+UNREADABLE = (
+    Malformed,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+    binascii.Error,
+)
+
+
 @dataclass(frozen=True)
 class Address:
     """How to reach an agent: its backend, NIXL's metadata, and where its regions lie."""
@@ -107,13 +123,20 @@ class Address:
         try:
             fields = json.loads(address)
             return cls(
-                name=fields["name"],
-                backend=fields["backend"],
+                name=name(fields["name"]),
+                backend=name(fields["backend"]),
                 metadata=base64.b64decode(fields["metadata"]),
-                regions={name: Region(*values) for name, values in fields["regions"].items()},
+                regions={key: _region(*values) for key, values in fields["regions"].items()},
             )
-        except (ValueError, KeyError, TypeError, AttributeError, binascii.Error) as error:
+        except UNREADABLE as error:
             raise IncompatiblePeers(
                 f"transfer.backend: the peer's address {address[:64]!r} is not that of a NIXL "
                 "transport; set the same transfer.backend on both nodes"
             ) from error
+
+
+def _region(base: Any, num_bytes: Any, kind: Any, device: Any) -> Region:
+    """Of numbers whose sums fit an address. Raises Malformed."""
+    if kind not in KINDS:
+        raise Malformed(f"memory of kind {kind!r:.80}, expected one of {', '.join(KINDS)}")
+    return Region(number(base, MAX_BYTES), number(num_bytes, MAX_BYTES), kind, number(device, 256))

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-VERSION = 1
+from sluice.transfer.envelope import Malformed, name, number, seal, typed, unseal
 
-
-class Malformed(Exception):
-    """These bytes are no notification of ours."""
+KIND = "note 2"
+MAX_BYTES = 64 << 10
+MAX_EPOCH = 1 << 63
+MAX_CHUNKS = 1 << 31
+MAX_ROWS = 1 << 40
+MAX_TOKEN = 1 << 31
+DIGEST_DIGITS = 16
 
 
 @dataclass(frozen=True)
@@ -19,9 +22,9 @@ class Notification:
     """One chunk of one grant has landed.
 
     chunk: counts from 0 without gaps; `last` marks the final one, which alone carries the first
-    output token. rows: for each pool the absolute rows that were written; pools without are left
-    out. checksums: for each pool in `rows` the digest of them, or empty; of a sample of them if
-    `sampled`.
+    output token, and alone may be without rows. rows: for each pool the absolute rows that were
+    written; pools without are left out. checksums: for each pool in `rows` the digest of them, or
+    empty; of a sample of them if `sampled`.
     """
 
     grant_id: str
@@ -35,7 +38,6 @@ class Notification:
 
     def encode(self) -> bytes:
         fields = {
-            "v": VERSION,
             "grant": self.grant_id,
             "epoch": self.epoch,
             "chunk": self.chunk,
@@ -45,38 +47,51 @@ class Notification:
             "sampled": self.sampled,
             "sums": dict(self.checksums),
         }
-        return json.dumps(fields, separators=(",", ":")).encode()
+        return seal(KIND, fields)
 
     @classmethod
     def decode(cls, message: bytes) -> Notification:
         """Raises Malformed for anything that `encode` cannot have written."""
+        fields = typed(unseal(KIND, message, MAX_BYTES), dict)
         try:
-            fields = json.loads(message)
-            if fields["v"] != VERSION:
-                raise Malformed(f"version is {fields['v']!r}, expected {VERSION}")
             token = fields["token"]
-            return cls(
-                grant_id=typed(fields["grant"], str),
-                epoch=typed(fields["epoch"], int),
-                chunk=typed(fields["chunk"], int),
+            note = cls(
+                grant_id=name(fields["grant"]),
+                epoch=number(fields["epoch"], MAX_EPOCH),
+                chunk=number(fields["chunk"], MAX_CHUNKS),
                 last=typed(fields["last"], bool),
-                rows={typed(pool, str): _rows(ends) for pool, ends in fields["rows"].items()},
-                first_token=None if token is None else typed(token, int),
+                rows={name(p): _rows(ends) for p, ends in typed(fields["rows"], dict).items()},
+                first_token=None if token is None else number(token, MAX_TOKEN),
                 sampled=typed(fields["sampled"], bool),
-                checksums={pool: typed(hexed, str) for pool, hexed in fields["sums"].items()},
+                checksums={p: _digest(d) for p, d in typed(fields["sums"], dict).items()},
             )
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise Malformed(f"{message[:80]!r}: {error}") from error
+        except KeyError as error:
+            raise Malformed(f"{message[:80]!r} lacks {error}") from error
+        note._check()
+        if note.encode() != message:  # fields that nobody asked for, or in another order
+            raise Malformed(f"{message[:80]!r} has other fields than ours")
+        return note
 
-
-def typed(value: Any, kind: type) -> Any:
-    if type(value) is not kind:
-        raise TypeError(f"{value!r} is no {kind.__name__}")
-    return value
+    def _check(self) -> None:
+        """Raise Malformed where fields contradict each other."""
+        if self.last != (self.first_token is not None):
+            raise Malformed("the first token comes with the last chunk, and with no other")
+        if not self.rows and not self.last:
+            raise Malformed(f"chunk {self.chunk} is not the last and brings no rows")
+        if not self.checksums.keys() <= self.rows.keys():
+            raise Malformed(f"checksums of pools without rows: {', '.join(self.checksums)}")
 
 
 def _rows(ends: Any) -> range:
-    start, stop = ends
-    if not 0 <= typed(start, int) < typed(stop, int):
-        raise ValueError(f"{ends} are no rows")
+    if len(typed(ends, list)) != 2:
+        raise Malformed(f"{ends[:8]} are no first and last row")
+    start, stop = (number(end, MAX_ROWS) for end in ends)
+    if start >= stop:
+        raise Malformed(f"{ends} are no rows")
     return range(start, stop)
+
+
+def _digest(value: Any) -> str:
+    if len(typed(value, str)) != DIGEST_DIGITS or set(value) - set("0123456789abcdef"):
+        raise Malformed(f"{value[:80]!r} is no checksum of {DIGEST_DIGITS} digits")
+    return str(value)

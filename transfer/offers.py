@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sluice.engine.protocol import TransferFailed
-from sluice.transfer.notification import Malformed
-from sluice.transfer.offer import Answer, Offer
+from sluice.transfer.envelope import Malformed
+from sluice.transfer.offer import MAX_NUMBER, Answer, Offer
 from sluice.transfer.plan import Copy
 from sluice.transfer.transport import Handle, Transport
 
@@ -36,13 +36,16 @@ class Offers:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
+        self.dropped = 0  # messages that are no answers of peers to offers of ours
         self._offered: dict[Handle, _Offered] = {}
-        self._numbers = itertools.count(1)
 
     def post(self, peer: str, writes: Sequence[Copy], notification: bytes) -> Handle:
-        number = next(self._numbers)
+        # Who answers an offer frees its pages: its number is told to nobody but the reader.
+        number = secrets.randbelow(MAX_NUMBER)
         offer = Offer(number, self._transport.address(), writes, notification)
-        self._offered[number] = _Offered(peer, self._transport.post(peer, [], offer.encode()))
+        sending = self._transport.post(peer, [], offer.encode())
+        self._offered[number] = _Offered(peer, sending)
+        self._watch()
         return number
 
     def poll(self, handle: Handle) -> bool:
@@ -53,31 +56,44 @@ class Offers:
             self._send_on(handle, offered.sending)
         if offered.answer is None or offered.sending is not None:
             return False
-        del self._offered[handle]
+        self._forget(handle)
         if offered.answer.error is not None:
             raise Declined(f"peer {offered.peer}: {offered.answer.error}")
         return True
 
     def abandon(self, handle: Handle) -> None:
-        offered = self._offered.pop(handle)
+        offered = self._forget(handle)
         if offered.sending is not None:
             self._transport.abandon(offered.sending)
+
+    def _forget(self, handle: Handle) -> _Offered:
+        offered = self._offered.pop(handle)
+        self._watch()
+        return offered
+
+    def _watch(self) -> None:
+        """While peers read, our end of the connections has to move."""
+        self._transport.watch(bool(self._offered))
 
     def _send_on(self, handle: Handle, sending: Handle) -> None:
         try:
             if self._transport.poll(sending):
                 self._offered[handle].sending = None
         except TransferFailed:
-            del self._offered[handle]
+            self._forget(handle)
             raise
 
     def _take_answers(self) -> None:
+        """Note what has been answered; an answer that comes after the end changes nothing."""
         for sender, message in self._transport.notifications():
             try:
                 answer = Answer.decode(message)
             except Malformed as error:
-                log.warning("event=answer_dropped peer=%s error=%s", sender, error)
+                self.dropped += 1
+                log.warning("event=answer_dropped peer=%.80r error=%s", sender, error)
                 continue
             offered = self._offered.get(answer.number)
-            if offered is not None and offered.peer == sender:
+            if offered is None or offered.peer != sender:
+                self.dropped += 1
+            else:
                 offered.answer = answer

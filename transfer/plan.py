@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sluice.cache.pools import NULL_PAGE
-from sluice.cache.spec import Full, PoolSpec
+from sluice.cache.spec import Full, PoolSpec, TableSpec
 from sluice.engine.protocol import IncompatiblePeers, PageRun, TransferFailed
 
 Memory = TypeVar("Memory")
@@ -153,6 +153,41 @@ def byte_runs(
         source_offset=_offsets(source, source_run, starts).ravel(),
         target_offset=_offsets(target, target_run, starts).ravel(),
         num_bytes=np.repeat(num_rows * source.row_bytes, len(source.layers)),
+    )
+
+
+def check_landing(
+    copies: Sequence[Copy],
+    specs: Mapping[str, PoolSpec],
+    pages: Mapping[TableSpec, PageRun],
+    rows: Mapping[str, range],
+) -> None:
+    """Raise TransferFailed unless copies fill just these rows of these pages, each byte once."""
+    for name in rows.keys() | {copy.target for copy in copies}:
+        if name not in specs or name not in rows:
+            raise TransferFailed(f"pool {name}: bytes come for it, and no rows of it are spoken of")
+        spec, run = specs[name], pages[specs[name].table]
+        expected = byte_runs(spec, run, spec, run, rows[name])
+        found = [copy.runs for copy in copies if copy.target == name]
+        if not found or not _fills(found, expected):
+            raise TransferFailed(
+                f"pool {name}: runs do not fill {rows[name]} in the grant's pages, or go beyond"
+            )
+
+
+def _fills(found: Sequence[ByteRuns], expected: ByteRuns) -> bool:
+    """Whether runs, in any pieces and order, cover the target bytes of the expected ones."""
+    start = np.concatenate([runs.target_offset for runs in found])
+    end = start + np.concatenate([runs.num_bytes for runs in found])
+    order = np.argsort(start)
+    start, end = start[order], end[order]
+    if (start[1:] < end[:-1]).any():
+        return False
+    apart = start[1:] != end[:-1]
+    heads, tails = np.concatenate([[True], apart]), np.concatenate([apart, [True]])
+    expected_end = expected.target_offset + expected.num_bytes
+    return np.array_equal(start[heads], expected.target_offset) and np.array_equal(
+        end[tails], expected_end
     )
 
 

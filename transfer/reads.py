@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sluice.cache.clock import lease_clock
 from sluice.engine.protocol import IncompatiblePeers, TransferFailed
+from sluice.transfer.notification import Notification
 from sluice.transfer.offer import Answer, Offer
 from sluice.transfer.transport import Handle, Transport
 
@@ -27,12 +28,17 @@ log = logging.getLogger(__name__)
 FORGET_AFTER_S = 300.0
 
 
+# How long an answer to an offer for a grant that we do not know may take.
+ANSWER_LIMIT_S = 30.0
+
+
 @dataclass(frozen=True)
 class Read:
     """A read that is over: its notification is to be taken, unless there is an error."""
 
     sender: str
     offer: Offer
+    note: Notification
     error: str | None = None
 
 
@@ -60,26 +66,46 @@ class Reads:
         self._addresses: dict[str, bytes] = {}
         self._heard_at: dict[str, float] = {}
 
-    def start(self, sender: str, offer: Offer, lease_s: float) -> None:
-        """Begin to copy; `poll` reports the end, also if this fails at once."""
+    def start(self, sender: str, offer: Offer, note: Notification, lease_s: float) -> bool:
+        """Begin to copy; `poll` reports the end, also if this fails at once.
+
+        Returns whether it has begun: not if the offer brings an address that is not the sender's.
+        """
         deadline = self._clock() + lease_s
+        read = Read(sender, offer, note)
         try:
             self._connect(sender, offer.address)
             handle = self._transport.read(sender, offer.copies, Answer(offer.number).encode())
-        except (TransferFailed, IncompatiblePeers) as error:
-            self._cut(sender, str(error), Read(sender, offer, str(error)))
+        except IncompatiblePeers as error:
+            log.warning("event=offer_refused peer=%.80r error=%s", sender, error)
+            return False
+        except TransferFailed as error:
+            self._cut(sender, str(error), read)
         else:
-            self._posted.append(_Posted(handle, sender, Read(sender, offer), deadline))
+            self._posted.append(_Posted(handle, sender, read, deadline))
+        return True
 
-    def decline(self, sender: str, offer: Offer, error: str) -> None:
-        """Tell the sender that its offer is not read; if it cannot be told, it has its lease."""
+    def decline(self, sender: str, offer: Offer, error: str, *, stranger: bool = False) -> None:
+        """Tell the sender that its offer is not read; if it cannot be told, it has its lease.
+
+        stranger: nothing shows that it is one of ours, so only a connection that stands is used.
+        """
+        if stranger and self._addresses.get(sender) != offer.address:
+            return
+        deadline = self._clock() + ANSWER_LIMIT_S
         try:
             self._connect(sender, offer.address)
             handle = self._transport.post(sender, [], Answer(offer.number, error).encode())
         except (TransferFailed, IncompatiblePeers) as failure:
-            log.warning("event=answer_lost peer=%s error=%s", sender, failure)
+            log.warning("event=answer_lost peer=%.80r error=%s", sender, failure)
         else:
-            self._posted.append(_Posted(handle, sender, None, float("inf")))
+            self._posted.append(_Posted(handle, sender, None, deadline))
+
+    def stop(self, grant_id: str) -> None:
+        """Cut off what is being read for a grant, so that none of it lands from now on."""
+        reads = [posted.read for posted in self._posted if posted.read is not None]
+        for sender in {read.sender for read in reads if read.note.grant_id == grant_id}:
+            self._cut(sender, f"grant {grant_id} was given up during a read")
 
     def poll(self) -> list[Read]:
         """Reads that are over since the last call.
@@ -120,20 +146,16 @@ class Reads:
         self._disconnect(sender)
         for read in (failed, *(posted.read for posted in lost)):
             if read is not None:
-                self._over.append(Read(sender, read.offer, error))
+                self._over.append(replace(read, error=error))
                 self.decline(sender, read.offer, error)
 
     def _connect(self, sender: str, address: bytes) -> None:
-        """Load the sender, if need be. Raises IncompatiblePeers."""
+        """Load the sender, if need be. Raises IncompatiblePeers if the address is not its own."""
         now = self._clock()
         if self._addresses.get(sender) != address:
             for silent in [s for s, at in self._heard_at.items() if now > at + FORGET_AFTER_S]:
                 self._forget(silent)
-            connected = self._transport.connect(address)
-            if connected != sender:
-                raise IncompatiblePeers(
-                    f"an offer of {sender} brings the address of {connected}, expected its own"
-                )
+            self._transport.connect(address, expected=sender)
             self._addresses[sender] = address
         self._heard_at[sender] = now
 

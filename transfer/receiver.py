@@ -8,8 +8,14 @@ The life of a grant here:
    be used.
 3. `forget` when its pages may be reused; before that `retire`, if a write may still be under way.
 
-A wrong epoch, an unknown grant, a second sender or bytes that are no notification never complete
-a grant: they are dropped and counted in `dropped`. Wrong rows or a wrong checksum fail it.
+Messages may arrive late, twice, in another order or never; a grant whose rows do not all arrive is
+given up by its lease. A wrong epoch, an unknown grant, a second sender, an offer that does not lie
+in the grant, or bytes that are no message of ours never complete a grant, nor fail it: they are
+dropped and counted in `dropped`. Wrong rows or a wrong checksum fail it.
+
+A sender's name is what it says itself. That does no harm: what it sends counts only with the
+grant's epoch, which is random and known to nobody but us and those to whom the grant was given; and
+its addresses are looked at only then, so that nobody else can have us connect anywhere.
 """
 
 from __future__ import annotations
@@ -21,11 +27,13 @@ from dataclasses import dataclass, field
 
 from sluice.cache.clock import lease_clock
 from sluice.cache.pools import Pool
-from sluice.engine.protocol import PageGrant
+from sluice.engine.protocol import PageGrant, TransferFailed
 from sluice.transfer.checksum import checked_rows, checksum
+from sluice.transfer.envelope import Malformed, is_kind
 from sluice.transfer.incoming import Incoming, bytes_of
-from sluice.transfer.notification import Malformed, Notification
-from sluice.transfer.offer import PREFIX, Offer
+from sluice.transfer.notification import Notification
+from sluice.transfer.offer import KIND as OFFER
+from sluice.transfer.offer import Offer
 from sluice.transfer.plan import rows_to_receive, touched_pages
 from sluice.transfer.reads import Read, Reads
 from sluice.transfer.transport import Transport
@@ -82,7 +90,8 @@ class Receiver:
                 f"pool {spec.name}: grant {grant.grant_id} holds logical pages {held}, "
                 f"its rows need {needed}"
             )
-        self._incoming[grant.grant_id] = Incoming(grant, self._specs.values())
+        self._incoming[grant.grant_id] = Incoming(grant, self._specs)
+        self._watch()
 
     def retire(self, grant_id: str) -> None:
         """Never complete the grant, but go on reporting writes to it. Unknown ids are ignored."""
@@ -90,14 +99,20 @@ class Receiver:
             incoming.open = False
 
     def forget(self, grant_id: str) -> None:
-        """Ignore the grant from now on. Unknown ids are ignored."""
-        self._incoming.pop(grant_id, None)
+        """Ignore the grant from now on. Unknown ids are ignored.
+
+        What is being read for it is cut off: its pages may be somebody else's in a moment.
+        """
+        incoming = self._incoming.pop(grant_id, None)
+        if incoming is not None and incoming.reading:
+            self._reads.stop(grant_id)
+        self._watch()
 
     def poll(self) -> list[Arrival]:
         """What has landed since the last call."""
         arrivals = [self._take_read(read) for read in self._reads.poll()]
         for sender, message in self._transport.notifications():
-            if message.startswith(PREFIX):
+            if is_kind(OFFER, message):
                 self._take_offer(sender, message)
             else:
                 arrivals.append(self._take(sender, message))
@@ -108,8 +123,15 @@ class Receiver:
         self._incoming.clear()
         self._transport.close()
 
+    def _watch(self) -> None:
+        """While rows are to come they move on even if nobody polls: a step may take a second."""
+        self._transport.watch(bool(self._incoming))
+
     def _take_offer(self, sender: str, message: bytes) -> None:
-        """Begin to read what is offered for a grant that still waits for it, or decline it."""
+        """Begin to read what is offered for a grant that still waits for it, or decline it.
+
+        What is offered twice is read once, and answered once.
+        """
         try:
             offer = Offer.decode(message)
             note = Notification.decode(offer.notification)
@@ -117,24 +139,41 @@ class Receiver:
             self._drop(sender, "malformed", str(error))
             return
         incoming = self._incoming.get(note.grant_id)
-        if incoming is None or not incoming.open:
-            reason: str | None = "unknown_grant"
-        else:
-            reason = incoming.refuses(sender, note)
-        if incoming is None or reason is not None:
-            self._drop(sender, str(reason), f"grant_id={note.grant_id}")
-            self._reads.decline(sender, offer, f"grant {note.grant_id}: {reason}; reserve again")
-        else:
+        reason = incoming.refuses(sender, note) if incoming else "unknown_grant"
+        if reason is None and incoming is not None:
+            self._read(incoming, sender, offer, note)
+            return
+        self._drop(sender, str(reason), f"grant_id={note.grant_id}")
+        if reason != "duplicate":
+            error = f"grant {note.grant_id}: {reason}; reserve again"
+            self._reads.decline(sender, offer, error, stranger=True)
+
+    def _read(self, incoming: Incoming, sender: str, offer: Offer, note: Notification) -> None:
+        """Begin to read from a sender that knows the grant's epoch, or decline the offer."""
+        error = f"grant {note.grant_id}: unknown_grant; reserve again"
+        reason = None if incoming.open else "unknown_grant"
+        try:
+            incoming.check_offer(note, offer.copies)
+        except TransferFailed as misplaced:
+            reason, error = reason or "misplaced", str(misplaced)
+        if reason is not None:
+            self._drop(sender, reason, f"grant_id={note.grant_id}")
+            self._reads.decline(sender, offer, error)
+        elif self._reads.start(sender, offer, note, incoming.grant.lease_s):
             incoming.sender = sender
-            self._reads.start(sender, offer, incoming.grant.lease_s)
+            incoming.reading.add(note.chunk)
+        else:
+            self._drop(sender, "other_address", f"grant_id={note.grant_id}")
 
     def _take_read(self, read: Read) -> Arrival | None:
         """Take the notification of a read that is over; its failure fails the grant."""
-        if read.error is None:
-            return self._take(read.sender, read.offer.notification)
-        grant_id = Notification.decode(read.offer.notification).grant_id
-        incoming = self._incoming.get(grant_id)
-        return None if incoming is None else self._fail(incoming, read.error)
+        incoming = self._incoming.get(read.note.grant_id)
+        if incoming is None or incoming.grant.epoch != read.note.epoch:
+            return None
+        incoming.reading.discard(read.note.chunk)
+        if read.error is not None:
+            return self._fail(incoming, read.error)
+        return self._count(incoming, read.sender, read.note)
 
     def _take(self, sender: str, message: bytes) -> Arrival | None:
         """Count a notification, or drop it: then None."""
@@ -153,13 +192,15 @@ class Receiver:
     def _count(self, incoming: Incoming, sender: str, note: Notification) -> Arrival | None:
         if not incoming.open:
             return Arrival(note.grant_id, retired=True)
-        error = incoming.take(sender, note) or self._verify(incoming.grant, note)
-        if error is not None:
-            return self._fail(incoming, error)
+        try:
+            incoming.take(sender, note)
+            self._verify(incoming.grant, note)
+        except TransferFailed as error:
+            return self._fail(incoming, str(error))
         num_bytes = bytes_of(note.rows, self._specs)
         if not incoming.all_chunks_here:
             return Arrival(note.grant_id, num_bytes=num_bytes)
-        del self._incoming[note.grant_id]
+        self.forget(note.grant_id)
         return Arrival(note.grant_id, first_token=incoming.first_token, num_bytes=num_bytes)
 
     def _fail(self, incoming: Incoming, error: str) -> Arrival | None:
@@ -170,21 +211,18 @@ class Receiver:
         self.failed += 1
         return Arrival(incoming.grant.grant_id, error=error)
 
-    def _verify(self, grant: PageGrant, note: Notification) -> str | None:
-        """Which pool's landed rows are not the bytes that were sent, if checksums came along."""
+    def _verify(self, grant: PageGrant, note: Notification) -> None:
+        """Raise TransferFailed if checksums came along and landed rows are other bytes."""
         for name, expected in note.checksums.items():
-            if name not in note.rows:
-                return f"pool {name}: a checksum came without rows"
             pool = self._pools[name]
             rows = checked_rows(note.rows[name], "sample" if note.sampled else "full")
             found = checksum(pool, grant.pages[pool.spec.table], rows)
             if found != expected:
-                return (
+                raise TransferFailed(
                     f"pool {name}: checksum of {rows} is {found} here, was {expected} "
                     "at the sender; the bytes were damaged on the way"
                 )
-        return None
 
     def _drop(self, sender: str, reason: str, detail: str) -> None:
         self.dropped[reason] += 1
-        log.warning("event=notification_dropped reason=%s peer=%s %s", reason, sender, detail)
+        log.warning("event=notification_dropped reason=%s peer=%.80r %s", reason, sender, detail)

@@ -4,7 +4,6 @@ After each fault the next request, into the same pages and with other content, m
 """
 
 import dataclasses
-import json
 import uuid
 
 import numpy as np
@@ -12,8 +11,11 @@ import pytest
 import torch
 
 from sluice.engine.protocol import Role, TransferFailed
+from sluice.transfer.envelope import is_kind
 from sluice.transfer.local_transport import LocalTransport
-from sluice.transfer.offer import PREFIX, Offer
+from sluice.transfer.notification import Notification
+from sluice.transfer.offer import KIND as OFFER
+from sluice.transfer.offer import Offer
 from sluice.transfer.plan import ByteRuns, rows_to_receive
 
 POOLS = ["history", "index", "window", "state", "sums"]
@@ -48,19 +50,22 @@ def _moved(write, field):
 
 def uncounted(writes, note, pool):
     """The notification does not speak of the pool."""
-    note["rows"].pop(pool, None)
-    note["sums"].pop(pool, None)
-    return writes, note
+    return writes, dataclasses.replace(
+        note,
+        rows={name: rows for name, rows in note.rows.items() if name != pool},
+        checksums={name: digest for name, digest in note.checksums.items() if name != pool},
+    )
 
 
 def counted_short(writes, note, pool):
     """The notification speaks of one row too few."""
-    if pool in note["rows"]:
-        start, stop = note["rows"][pool]
-        if stop - start == 1:
-            return uncounted(writes, note, pool)
-        note["rows"][pool] = [start, stop - 1]
-        note["sums"].pop(pool)
+    rows = note.rows.get(pool, range(0))
+    if len(rows) == 1:
+        return uncounted(writes, note, pool)
+    if rows:
+        shorter = {**note.rows, pool: rows[:-1]}
+        writes, note = uncounted(writes, note, pool)
+        note = dataclasses.replace(note, rows=shorter)
     return writes, note
 
 
@@ -82,7 +87,7 @@ def faulty(transport):
         pool = ""
 
         def post(self, peer, writes, notification):
-            if self.fault is not None and notification.startswith(PREFIX):
+            if self.fault is not None and is_kind(OFFER, notification):
                 offer = Offer.decode(notification)
                 copies, note = self._faulty(offer.copies, offer.notification)
                 notification = dataclasses.replace(offer, copies=copies, notification=note).encode()
@@ -91,8 +96,8 @@ def faulty(transport):
             return super().post(peer, writes, notification)
 
         def _faulty(self, copies, notification):
-            copies, note = self.fault(copies, json.loads(notification), self.pool)
-            return copies, json.dumps(note).encode()
+            copies, note = self.fault(copies, Notification.decode(notification), self.pool)
+            return copies, note.encode()
 
     return Faulty
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from sluice.engine.protocol import Role, TransferFailed
+from sluice.transfer.envelope import Malformed
 from sluice.transfer.local_transport import LocalTransport
-from sluice.transfer.notification import Malformed
-from sluice.transfer.offer import PREFIX, Answer, Offer
+from sluice.transfer.notification import Notification
+from sluice.transfer.offer import KIND, Answer, Offer
 from sluice.transfer.offers import Declined
 from sluice.transfer.outgoing import UNHEARD_LEASES
 from sluice.transfer.plan import rows_to_receive
@@ -166,6 +167,7 @@ def test_a_failure_cuts_off_every_read_from_the_same_sender(toy, pair):
 @pytest.mark.parametrize("gone", ["retire", "forget"])
 def test_what_is_offered_to_a_grant_given_up_is_declined_at_once_and_not_read(toy, pair, gone):
     source, target = pair
+    check_goes_on(toy, source, target)
     grant, _ = offered(toy, source, target)
     before = target.bytes()
     getattr(target.end, gone)(grant.grant_id)
@@ -174,6 +176,20 @@ def test_what_is_offered_to_a_grant_given_up_is_declined_at_once_and_not_read(to
     assert "unknown_grant; reserve again" in str(failed.error)
     assert not source.end.in_flight(grant.grant_id)
     assert all(torch.equal(pool.tensor, before[name]) for name, pool in target.pools.items())
+
+
+def test_nobody_is_connected_to_who_does_not_know_a_grants_epoch(toy, pair):
+    source, target = pair
+    grant, _ = offered(toy, source, target)
+    [(sender, message)] = target.transport.notifications()
+    offer = Offer.decode(message)
+    note = Notification.decode(offer.notification)
+    for changes in ({"epoch": 2}, {"grant_id": "other"}):
+        forged = dataclasses.replace(note, **changes).encode()
+        forged = dataclasses.replace(offer, notification=forged).encode()
+        target.transport._inbox.put((sender, forged))
+    assert target.end.poll() == [] and target.end.dropped == {"wrong_epoch": 1, "unknown_grant": 1}
+    assert not target.transport._peers and source.end.in_flight(grant.grant_id)
 
 
 def test_a_grant_given_up_during_its_read_never_completes(toy, pair):
@@ -216,20 +232,22 @@ def test_an_offer_of_memory_that_does_not_exist_fails_its_grant_alone(toy, pair)
     check_goes_on(toy, source, target)
 
 
-def test_an_offer_in_anothers_name_is_not_read(toy, pair):
+def test_an_offer_in_anothers_name_is_not_read_and_costs_the_grant_nothing(toy, pair):
     source, target = pair
-    offered(toy, source, target)
-    [(_, message)] = target.transport.notifications()
+    grant, runs = offered(toy, source, target)
+    [(sender, message)] = target.transport.notifications()
     target.transport._inbox.put(("somebody", message))
-    target.end.poll()
-    [arrival] = target.end.poll()
-    assert "brings the address of" in arrival.error
+    assert target.end.poll() == [] and target.end.dropped == {"other_address": 1}
+    target.transport._inbox.put((sender, message))
+    [arrival] = toy.wait_for(bool, target)
+    assert arrival.first_token == 42
+    check_rows(source, runs, target, grant)
 
 
 @pytest.mark.parametrize("rest", [b"", b"\xff", b"{}", b"[1]", b'[1,"","",[1]]', b'["a","",[],""]'])
 def test_garbage_is_dropped_on_either_side(toy, pair, rest):
     source, target = pair
-    target.transport._inbox.put(("nobody", PREFIX + rest))
+    target.transport._inbox.put(("nobody", KIND.encode() + b" " + rest))
     assert target.end.poll() == [] and target.end.dropped == {"malformed": 1}
     grant, _ = offered(toy, source, target)
     source.transport._inbox.put((target.transport.name, rest))
