@@ -214,10 +214,18 @@ class PrefillNode:
             )
 
     def _let_go(self) -> None:
-        """Release ended jobs of which nothing is in flight, and answer whoever waits."""
+        """Release ended jobs of which nothing is in flight, and answer whoever waits.
+
+        A failure is told, and pages are given back that nobody reads, without waiting for what a
+        broken connection may still deliver: for that `abort` waits.
+        """
         for job in self._scheduler.ended():
             if job.outcome is None:
                 self._sender.cancel(job.grant.grant_id)
+            if not self._sender.reads(job.grant.grant_id):
+                self._scheduler.give_back(job)
+            if job.error is not None:
+                job.tell(job.error)
             if not self._sender.in_flight(job.grant.grant_id):
                 self._scheduler.remove(job)
                 self._sender.close_grant(job.grant.grant_id)

@@ -55,11 +55,16 @@ class Job:
     def ended(self) -> bool:
         return bool(self.outcome or self.error or self.aborts)
 
+    def tell(self, error: NodeError) -> None:
+        """Tell the caller of a failure; abort still waits for what may be in flight."""
+        if not self.result.done():
+            self.result.set_exception(error)
+
     def settle(self) -> None:
         """Tell everyone who waits for this job."""
         self._note_end()
         if self.error is not None:
-            self.result.set_exception(self.error)
+            self.tell(self.error)
         elif self.aborts or self.outcome is None:
             self.result.set_exception(NodeError(f"request {self.request.request_id}: aborted"))
         else:
@@ -102,7 +107,10 @@ class Job:
 
 
 class PrefillScheduler:
-    """Jobs in order of arrival: waiting for pages, or running (their pages are held)."""
+    """Jobs in order of arrival: waiting for pages, or running (their pages are held).
+
+    Ended ones may have given their pages back while something of theirs may be in flight.
+    """
 
     def __init__(self, runner: Runner, *, max_batch_tokens: int, resume_every_tokens: int) -> None:
         self._runner = runner
@@ -111,6 +119,7 @@ class PrefillScheduler:
         self._resume_every_tokens = resume_every_tokens
         self._waiting: deque[Job] = deque()
         self._running: dict[str, Job] = {}
+        self._leaving: dict[str, Job] = {}
 
     @property
     def num_waiting(self) -> int:
@@ -137,10 +146,17 @@ class PrefillScheduler:
 
     def remove(self, job: Job) -> None:
         """Forget the job and give its pages back; nothing of it may be in flight."""
-        if self._running.pop(job.request.grant_id, None) is not None:
-            self._manager.release(job.request.grant_id)
-        else:
+        self.give_back(job)
+        del self._leaving[job.request.grant_id]
+
+    def give_back(self, job: Job) -> None:
+        """Give an ended job's pages back, which nobody reads any more. May be called again."""
+        grant_id = job.request.grant_id
+        if self._running.pop(grant_id, None) is not None:
+            self._manager.release(grant_id)
+        elif grant_id not in self._leaving:
             self._waiting.remove(job)
+        self._leaving[grant_id] = job
 
     def next_chunks(self) -> list[Chunk]:
         """The next step's chunks: at most `max_batch_tokens` tokens, oldest request first."""
@@ -194,7 +210,7 @@ class PrefillScheduler:
         return frozenset({hit.known_tokens, job.num_prompt_tokens // unit * unit})
 
     def _jobs(self) -> tuple[Job, ...]:
-        return (*self._running.values(), *self._waiting)
+        return (*self._running.values(), *self._waiting, *self._leaving.values())
 
     def _admit(self) -> None:
         """Take pages for waiting jobs, in order, as far as they reach."""

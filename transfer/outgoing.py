@@ -1,9 +1,13 @@
 """Outgoing: one grant while its pages are being written.
 
 queue ──next part──► in flight ──► over          a chunk is one part, or several where rows go
-  │ failure              │ lease over            through staging memory and it has not room for
+  │ failure              │ anything else         through staging memory and it has not room for
   ▼                      ▼                       all of them at once
-dropped              abandoned ──a lease──► over
+dropped              may be in flight ──a lease──► over
+
+Only completion is silence. A transport that reports an error, or is told to give up, may have parts
+of the post on their way still; TCP gives up what stays unacknowledged for a lease (see
+nixl_transport.py), so for so long decode must not use its pages again.
 
 In READ mode a post is an offer, and decode reads when it comes by. Where its answer is lost or not
 waited for, the pages stay as they are until no read of them can count or go on any more.
@@ -79,7 +83,8 @@ class Outgoing:
 
     def __init__(self, grant: PageGrant, opened_at: float, *, read_by_peer: bool = False) -> None:
         self.grant = grant
-        self.unheard_s = UNHEARD_LEASES * grant.lease_s if read_by_peer else 0.0
+        self._unheard_s = (UNHEARD_LEASES if read_by_peer else 1) * grant.lease_s
+        self._read_by_peer = read_by_peer
         self.deadline = opened_at + grant.lease_s
         if grant.expires_at is not None:
             self.deadline = min(self.deadline, grant.expires_at)
@@ -87,10 +92,10 @@ class Outgoing:
         self.num_posts = 0
         self.queue: deque[Chunk] = deque()
         self.in_flight: list[Post] = []
-        self.silent_at = opened_at  # from when on no byte of an abandoned post can move
+        self.silent_at = opened_at  # from when on no byte of a post that did not complete can move
         self.stranded: list[Slot] = []  # of lost offers
         self.error: TransferFailed | None = None
-        self._reported = False
+        self._told = False
         self._last_page: dict[str, int] = {}  # by pool, the last page that was counted
 
     def check(self, now: float) -> None:
@@ -104,8 +109,11 @@ class Outgoing:
                 )
             )
         if self.error is not None:
-            self._reported = True
             raise self.error
+
+    def told(self) -> None:
+        """The caller knows of the failure."""
+        self._told = True
 
     def fail(self, error: TransferFailed) -> None:
         self.error = self.error or error
@@ -114,6 +122,18 @@ class Outgoing:
     def busy(self, now: float) -> bool:
         """Whether its source pages are still to be read, or its target pages to be written."""
         return bool(self.queue or self.in_flight) or now < self.silent_at
+
+    def reads(self, now: float) -> bool:
+        """Whether what its source pages hold still matters.
+
+        What is left of a write that did not complete brings whatever bytes into pages that never
+        count; a peer that reads may take them for right.
+        """
+        return bool(self.queue or self.in_flight) or (self._read_by_peer and now < self.silent_at)
+
+    def uses(self, peer: Peer) -> bool:
+        """Whether anything of it is in flight on the peer's connection."""
+        return any(post.peer is peer for post in self.in_flight)
 
     def overdue(self, now: float) -> bool:
         """Whether a post has outlasted the lease, so that it may not arrive any more."""
@@ -154,15 +174,15 @@ class Outgoing:
                 self.fail(error)
                 if not isinstance(error, Declined):
                     post.peer.broken = True
-                    self.silent_at = max(self.silent_at, now + self.unheard_s)
+                    self._unheard(now)
             over.append(post)
         self.in_flight = [post for post in self.in_flight if post not in over]
         return over, transfers
 
     def news_of_failure(self) -> Iterator[Transfer]:
         """The grant's failure, if it has not been reported yet."""
-        if self.error is not None and not self._reported:
-            self._reported = True
+        if self.error is not None and not self._told:
+            self._told = True
             yield Transfer(self.grant.grant_id, error=self.error)
 
     def give_up(self, posts: Posts, reason: str, now: float) -> list[Post]:
@@ -170,8 +190,12 @@ class Outgoing:
         given_up, self.in_flight = self.in_flight, []
         for post in given_up:
             posts.abandon(post.handle)
-            self.silent_at = max(self.silent_at, now + self.unheard_s)
+            self._unheard(now)
         self.fail(
             TransferFailed(f"grant {self.grant.grant_id}: {reason}; prefill it for another node")
         )
         return given_up
+
+    def _unheard(self, now: float) -> None:
+        """A post is over and nobody knows how."""
+        self.silent_at = max(self.silent_at, now + self._unheard_s)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,18 +12,24 @@ from sluice.engine.protocol import IncompatiblePeers, NodeInfo, PageGrant, Trans
 from sluice.transfer.plan import check_mapping
 from sluice.transfer.transport import Transport
 
+log = logging.getLogger(__name__)
 
-@dataclass
+RECONNECT_EVERY_S = 0.5  # at most, while it fails: each may take the time of others
+
+
+@dataclass(eq=False)
 class Peer:
-    """A connected node. `broken` once a write to it failed: it is reloaded before the next.
+    """A node that we were introduced to: known until another replaces it, or it has left.
 
-    packed: names of the pools whose rows must take its layout before they are written.
+    packed: names of the pools whose rows must take its layout before they are written. broken: a
+    write to it failed, or it could not be reached: it is connected again before the next write.
     """
 
     info: NodeInfo
-    transport_id: str
     packed: frozenset[str] = frozenset()
-    broken: bool = False
+    transport_id: str = ""  # none while it is not connected
+    broken: bool = True
+    retry_at: float = -math.inf
 
     @cached_property
     def specs(self) -> dict[str, PoolSpec]:
@@ -46,36 +54,70 @@ def check_peers(source: NodeInfo, target: NodeInfo) -> None:
 
 
 class Peers:
-    """Connected peers by node id. Used by the transport's thread only."""
+    """Peers by node id. Used by the transport's thread only.
+
+    Introductions come once; so whatever becomes of a connection, the peer stays known, and every
+    use of a broken one tries to connect again.
+    """
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._peers: dict[str, Peer] = {}
 
-    def replaces(self, own: NodeInfo, info: NodeInfo) -> bool:
-        """Whether `info` is news: an unknown node, another incarnation, or one that broke.
+    def find(self, info: NodeInfo) -> Peer | None:
+        """What we know under its id, in whatever incarnation."""
+        return self._peers.get(info.node_id)
 
-        Raises IncompatiblePeers, naming the field, if its pages mean something else than ours.
+    def reach(self, peer: Peer, now: float) -> None:
+        """Connect a newcomer; one that is not to be reached now is broken from the start.
+
+        Raises IncompatiblePeers if its address is not one for us.
         """
-        check_peers(own, info)
-        known = self._peers.get(info.node_id)
-        return known is None or known.broken or known.info.incarnation != info.incarnation
+        try:
+            peer.transport_id = self._transport.connect(peer.info.agent)
+            peer.broken = False
+        except TransferFailed as error:
+            peer.retry_at = now + RECONNECT_EVERY_S
+            log.warning("event=peer_unreachable peer=%s error=%s", peer.info.node_id, error)
 
-    def connect(self, info: NodeInfo, *, packed: frozenset[str] = frozenset()) -> None:
-        """Load the peer in place of what was known under its id. Raises IncompatiblePeers.
+    def mend(self, peer: Peer, now: float) -> None:
+        """Connect a broken peer, on whose old connection nothing is in flight.
 
-        Nothing may be in flight to the old one.
+        Raises TransferFailed, also shortly after a failure, untried.
         """
-        self.disconnect(info.node_id)
-        self._peers[info.node_id] = Peer(info, self._transport.connect(info.agent), packed)
+        node_id = peer.info.node_id
+        if now < peer.retry_at:
+            raise TransferFailed(
+                f"{node_id} could not be reached a moment ago; connecting is tried again in "
+                f"{peer.retry_at - now:.3f} s, or prefill the request for another node"
+            )
+        self.lose(peer)
+        try:
+            peer.transport_id = self._transport.connect(peer.info.agent)
+            peer.broken = False
+        except (TransferFailed, IncompatiblePeers) as error:
+            peer.retry_at = now + RECONNECT_EVERY_S
+            raise TransferFailed(f"{node_id} cannot be reached: {error}") from error
 
-    def disconnect(self, node_id: str) -> None:
+    def put(self, peer: Peer) -> None:
+        """Know the peer in place of what was known under its id; of that nothing is in flight."""
+        self.remove(peer.info.node_id)
+        self._peers[peer.info.node_id] = peer
+
+    def lose(self, peer: Peer) -> None:
+        """Drop the connection, of which nothing is in flight any more, but not the peer."""
+        if peer.transport_id:
+            self._transport.disconnect(peer.transport_id)
+        peer.transport_id, peer.broken = "", True
+
+    def remove(self, node_id: str) -> None:
+        """The node has left, or was replaced. Unknown ids are ignored."""
         peer = self._peers.pop(node_id, None)
         if peer is not None:
-            self._transport.disconnect(peer.transport_id)
+            self.lose(peer)
 
     def of_grant(self, grant: PageGrant) -> Peer:
-        """The peer that made the grant. Raises TransferFailed if it is not connected any more."""
+        """The peer that made the grant. Raises TransferFailed if we do not know it."""
         peer = self._peers.get(grant.node_id)
         if peer is None:
             raise TransferFailed(

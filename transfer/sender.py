@@ -7,14 +7,16 @@ The life of a grant here:
    compressor state and the first output token. Where the roles' layouts differ, rows go through
    staging memory; what it has no room for waits, and is posted by a later `poll`.
 3. `poll` reports each post that has completed or failed; progress renews the lease. A post that
-   outlasts the lease is abandoned with the connection it is on.
+   fails, or outlasts the lease, ends the connection it is on, and all other posts there.
 4. `close_grant` once nothing is in flight. `cancel` before that drops what waits.
 
 After the first failure, or the end of the lease, nothing more is posted for the grant: a late
-write must never land in pages that decode has given to somebody else. For the same reason an
-abandoned post counts as in flight for another lease: TCP may still deliver what it has taken over,
-and gives up what stays unacknowledged for so long (see nixl_transport.py). All of it holds in READ
-mode too, where a post is an offer that decode reads (see offers.py).
+write must never land in pages that decode has given to somebody else. For the same reason whatever
+ends a post other than completion leaves it in flight for another lease (see outgoing.py). All of
+it holds in READ mode too, where a post is an offer that decode reads (see offers.py).
+
+A grant that arrives late is refused after its expiry; one that arrives twice is a bug of the node.
+A peer whose connection is lost stays known, and each use of it tries to connect again.
 """
 
 from __future__ import annotations
@@ -24,16 +26,16 @@ from typing import Literal
 
 from sluice.cache.clock import lease_clock
 from sluice.cache.pools import Pool
-from sluice.engine.protocol import IncompatiblePeers, NodeInfo, PageGrant, TransferFailed
+from sluice.engine.protocol import NodeInfo, PageGrant, TransferFailed
 from sluice.transfer.checksum import ChecksumMode
 from sluice.transfer.notification import Notification
 from sluice.transfer.offers import Offers
 from sluice.transfer.outgoing import Chunk, Outgoing, Post, Transfer
 from sluice.transfer.parts import Pages, Part, Parts
-from sluice.transfer.peers import Peer, Peers
+from sluice.transfer.peers import Peer, Peers, check_peers
 from sluice.transfer.plan import Copy
 from sluice.transfer.staging import Convert
-from sluice.transfer.transport import Posts, Transport
+from sluice.transfer.transport import Handle, Posts, Transport
 
 STAGING_BYTES = 64 << 20
 
@@ -75,16 +77,22 @@ class Sender:
     def connect(self, own: NodeInfo, peer: NodeInfo) -> None:
         """Meet a decode node; a new incarnation replaces the old, whose transfers fail.
 
-        Raises IncompatiblePeers naming the field.
+        One that cannot be reached now is known all the same, and reached by the first grant that
+        can. Raises IncompatiblePeers naming the field; then what was known stays.
         """
-        if self._peers.replaces(own, peer):
-            self._give_up(peer.node_id, f"the connection to {peer.node_id} was renewed")
-            self._load(peer)
+        check_peers(own, peer)
+        known = self._peers.find(peer)
+        if known is not None and known.info.incarnation == peer.incarnation:
+            return
+        newcomer = Peer(peer, self._parts.packed_for(peer))
+        self._peers.reach(newcomer, self._clock())
+        self._give_up(peer.node_id, f"the connection to {peer.node_id} was renewed")
+        self._peers.put(newcomer)
 
     def disconnect(self, node_id: str) -> None:
         """Forget a decode node; what is in flight to it fails. Unknown ids are ignored."""
         self._give_up(node_id, f"{node_id} was disconnected")
-        self._peers.disconnect(node_id)
+        self._peers.remove(node_id)
 
     def open(self, grant: PageGrant) -> None:
         """Start the grant's lease, at the moment of its receipt.
@@ -119,25 +127,32 @@ class Sender:
         assert start <= outgoing.sent_tokens <= end <= grant.num_tokens, "chunks come in order"
         last = end == grant.num_tokens
         assert last == (first_token is not None), "the first token goes with the last chunk"
-        outgoing.check(self._clock())
-        candidates = {name: outgoing.rows(spec, end) for name, spec in self._specs.items()}
-        rows = {name: pool_rows for name, pool_rows in candidates.items() if pool_rows}
-        if rows or last:
-            outgoing.queue.append(Chunk(rows, pages, first_token))
-        outgoing.sent_tokens = end
-        self._post_queued(outgoing)
-        if outgoing.error is not None:
+        try:
             outgoing.check(self._clock())
+            candidates = {name: outgoing.rows(spec, end) for name, spec in self._specs.items()}
+            rows = {name: pool_rows for name, pool_rows in candidates.items() if pool_rows}
+            if rows or last:
+                outgoing.queue.append(Chunk(rows, pages, first_token))
+            outgoing.sent_tokens = end
+            self._post_queued(outgoing)
+            if outgoing.error is not None:
+                raise outgoing.error
+        except TransferFailed:
+            outgoing.told()
+            raise
 
     def poll(self) -> list[Transfer]:
         """Posts that completed since the last call, and failures, each once."""
         now = self._clock()
         self._abandon_overdue(now)  # first: polling a transport moves on what it has queued
-        transfers = []
+        transfers, lost = [], set()
         for outgoing in self._outgoing.values():
             over, completed = outgoing.settle(self._posts, now)
             self._give_back(outgoing, over, now)
             transfers += completed
+            lost |= {post.peer for post in over if post.peer.broken}
+        for peer in lost:
+            self._cut(peer, f"the connection to {peer.info.node_id} was lost")
         for outgoing in self._outgoing.values():
             self._post_queued(outgoing)
             transfers += outgoing.news_of_failure()
@@ -147,6 +162,11 @@ class Sender:
         """Whether a write of the grant may still read our pages or change decode's."""
         outgoing = self._outgoing.get(grant_id)
         return outgoing is not None and outgoing.busy(self._clock())
+
+    def reads(self, grant_id: str) -> bool:
+        """Whether our pages of the grant must stay as they are."""
+        outgoing = self._outgoing.get(grant_id)
+        return outgoing is not None and outgoing.reads(self._clock())
 
     def cancel(self, grant_id: str) -> None:
         """Post nothing more of the grant; what is in flight goes on. Unknown ids are ignored."""
@@ -165,10 +185,6 @@ class Sender:
         """Give up everything and close the transport."""
         self._outgoing.clear()
         self._transport.close()
-
-    def _load(self, info: NodeInfo) -> None:
-        """Connect, and find out which of the peer's pools are packed for it."""
-        self._peers.connect(info, packed=self._parts.packed_for(info))
 
     def _post_queued(self, outgoing: Outgoing) -> None:
         """Post what waits, as far as staging memory reaches. A failure ends the grant."""
@@ -203,7 +219,18 @@ class Sender:
         }
         outgoing.posted(Post(handle, peer, now, traffic, part.slot))
 
-    def _handle(self, peer: Peer, copies: Sequence[Copy], note: Notification) -> int:
+    def _handle(self, peer: Peer, copies: Sequence[Copy], note: Notification) -> Handle:
+        """Post it; where nothing else is in flight on a connection that fails, once more on a new.
+
+        Raises TransferFailed; then nothing of it is in flight.
+        """
+        try:
+            return self._posts.post(peer.transport_id, copies, note.encode())
+        except TransferFailed:
+            peer.broken = True
+            if self._in_use(peer):
+                raise
+            self._peers.mend(peer, self._clock())
         try:
             return self._posts.post(peer.transport_id, copies, note.encode())
         except TransferFailed:
@@ -211,15 +238,17 @@ class Sender:
             raise
 
     def _usable_peer(self, grant: PageGrant) -> Peer:
-        """The grant's peer, reloaded if a write to it failed and nothing is in flight to it."""
+        """The grant's peer, connected again if need be. Raises TransferFailed.
+
+        What is in flight shows soon whether a connection stands that refused a post.
+        """
         peer = self._peers.of_grant(grant)
-        if not peer.broken or any(outgoing.in_flight for outgoing in self._to(grant.node_id)):
-            return peer
-        try:
-            self._peers.connect(peer.info, packed=peer.packed)
-        except IncompatiblePeers as error:
-            raise TransferFailed(f"{grant.node_id} cannot be reached again: {error}") from error
-        return self._peers.of_grant(grant)
+        if peer.broken and not self._in_use(peer):
+            self._peers.mend(peer, self._clock())
+        return peer
+
+    def _in_use(self, peer: Peer) -> bool:
+        return any(outgoing.uses(peer) for outgoing in self._outgoing.values())
 
     def _notification(
         self,
@@ -239,9 +268,6 @@ class Sender:
             checksums=checksums,
         )
 
-    def _to(self, node_id: str) -> list[Outgoing]:
-        return [out for out in self._outgoing.values() if out.grant.node_id == node_id]
-
     def _abandon_overdue(self, now: float) -> None:
         """Cut the connections on which a transfer has outlasted its lease.
 
@@ -249,28 +275,28 @@ class Sender:
         would be written whenever that ends, into pages that may be somebody else's by then.
         """
         overdue = [out for out in self._outgoing.values() if out.overdue(now)]
-        for node_id in {out.grant.node_id for out in overdue}:
-            for outgoing in self._to(node_id):
-                if outgoing.in_flight:
-                    self._abandon(outgoing, now)
+        for peer in {post.peer for outgoing in overdue for post in outgoing.in_flight}:
+            lease_s = max(out.grant.lease_s for out in overdue if out.uses(peer))
+            self._cut(
+                peer,
+                f"a transfer to {peer.info.node_id} has not ended within the lease of {lease_s} s; "
+                "is the node frozen or cut off?",
+            )
 
-    def _abandon(self, outgoing: Outgoing, now: float) -> None:
-        grant = outgoing.grant
-        reason = (
-            f"a transfer to {grant.node_id} has not ended within the lease of {grant.lease_s} s; "
-            "is the node frozen or cut off?"
-        )
-        posts = outgoing.give_up(self._posts, reason, now)
-        self._give_back(outgoing, posts, now)
-        outgoing.silent_at = max(outgoing.silent_at, now + grant.lease_s)
-        for post in posts:
-            post.peer.broken = True
-            self._transport.disconnect(post.peer.transport_id)
+    def _cut(self, peer: Peer, reason: str) -> None:
+        """Give up a connection and everything on it; the next use of the peer makes a new one."""
+        now = self._clock()
+        for outgoing in self._outgoing.values():
+            if outgoing.uses(peer):
+                self._give_back(outgoing, outgoing.give_up(self._posts, reason, now), now)
+        self._peers.lose(peer)
 
     def _give_up(self, node_id: str, reason: str) -> None:
+        """Fail the grants of a node, with what is in flight for them."""
         now = self._clock()
-        for outgoing in self._to(node_id):
-            self._give_back(outgoing, outgoing.give_up(self._posts, reason, now), now)
+        for outgoing in self._outgoing.values():
+            if outgoing.grant.node_id == node_id:
+                self._give_back(outgoing, outgoing.give_up(self._posts, reason, now), now)
 
     def _give_back(self, outgoing: Outgoing, posts: Sequence[Post], now: float) -> None:
         """Free the posts' slots, or leave them as they are while a peer may read them."""

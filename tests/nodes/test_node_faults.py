@@ -39,6 +39,13 @@ class BrokenTransport(LocalTransport):
         return super().post(peer, writes, notification)
 
 
+class LosingTransport(LocalTransport):
+    """Never learns what became of a write."""
+
+    def poll(self, handle):
+        raise TransferFailed("the connection was lost")
+
+
 class DamagingTransport(LocalTransport):
     """Delivers notifications without the bytes, each after one that is no notification."""
 
@@ -129,6 +136,25 @@ def test_a_post_that_raises_fails_the_run_at_once(config, start_local, make_requ
         pair.prefill.run(request, grant).result(10)
     pair.decode.release(grant.request_id, in_flight=False).result(10)
     assert pair.used_pages() == 0
+
+
+def test_a_lost_write_fails_the_run_at_once_but_an_abort_waits_until_nothing_can_land(
+    config, hasty_config, start_local, make_request
+):
+    for lease in (config, hasty_config):
+        pair = start_local(lease, send_through=LosingTransport)
+        request = make_request(50, vocab_size=511)
+        grant = pair.reserve(request)
+        with pytest.raises(TransferFailed, match="the connection was lost"):
+            pair.prefill.run(request, grant).result(10)
+        usage = pair.prefill.status().result(10).pools
+        assert all(pages["used"] == 0 for pages in usage.values()), "nobody reads them any more"
+        abort = pair.prefill.abort(request.request_id)
+        if lease is config:
+            pair.prefill.status().result(10)  # so that the abort has been taken
+            assert not abort.done()
+        else:
+            abort.result(10)
 
 
 def test_a_step_that_raises_fails_its_requests_and_the_node_goes_on(

@@ -9,6 +9,8 @@ import torch
 from sluice.cache.spec import Window
 from sluice.engine.protocol import IncompatiblePeers, PageGrant, Role, TransferFailed
 from sluice.transfer.local_transport import LocalTransport
+from sluice.transfer.peers import RECONNECT_EVERY_S
+from sluice.transfer.staging import NUM_SLOTS
 
 
 class SlowTransport(LocalTransport):
@@ -22,16 +24,35 @@ class SlowTransport(LocalTransport):
         return self.outcome
 
 
-class FailingTransport(LocalTransport):
-    """Its next post fails, once."""
+class FlappingTransport(LocalTransport):
+    """Its next posts, and its next connections, fail so many times."""
 
-    fails = True
+    post_fails = connect_fails = connects = 0
 
     def post(self, peer, writes, notification):
-        if self.fails:
-            self.fails = False
+        if self.post_fails:
+            self.post_fails -= 1
             raise TransferFailed("the wire is cut")
         return super().post(peer, writes, notification)
+
+    def connect(self, address, *, expected=None):
+        self.connects += 1
+        if self.connect_fails:
+            self.connect_fails -= 1
+            raise TransferFailed("no route")
+        return super().connect(address, expected=expected)
+
+
+class CountingTransport(SlowTransport):
+    """Notes whom it disconnects."""
+
+    def __init__(self, name):
+        super().__init__(name)
+        self.disconnected = []
+
+    def disconnect(self, peer):
+        self.disconnected.append(peer)
+        super().disconnect(peer)
 
 
 class Clock:
@@ -226,13 +247,73 @@ def test_a_failed_write_is_reported_once_and_ends_the_grant(toy):
     source.end.send(grant, runs, 0, 16)
     source.transport.outcome = TransferFailed("the peer is gone")
     assert [str(t.error) for t in source.end.poll()] == ["the peer is gone"]
-    assert source.end.poll() == [] and not source.end.in_flight(grant.grant_id)
+    assert source.end.poll() == []
     with pytest.raises(TransferFailed, match="the peer is gone"):
         source.end.send(grant, runs, 16, 32)
 
 
+def end_by_error(source, target):
+    source.transport.outcome = TransferFailed("the peer is gone")
+    source.end.poll()
+
+
+def end_by_disconnect(source, target):
+    source.end.disconnect(target.info.node_id)
+
+
+def end_by_other_grants_error(source, target):
+    """Another post on the same connection fails while this one's end is unknown."""
+    polls = iter([False, TransferFailed("the peer is gone")])
+    source.end.open(target.grant(20, "other"))
+    source.end.send(target.grant(20, "other"), source.page_runs(20), 0, 16)
+
+    def poll(handle):
+        if isinstance(outcome := next(polls), Exception):
+            raise outcome
+        return outcome
+
+    source.transport.poll = poll
+    source.end.poll()
+
+
+def end_by_new_incarnation(source, target):
+    info = dataclasses.replace(target.info, incarnation="next")
+    source.end.connect(source.info, info)
+
+
+@pytest.mark.parametrize(
+    "end",
+    [end_by_error, end_by_disconnect, end_by_other_grants_error, end_by_new_incarnation],
+    ids=lambda end: end.__name__,
+)
+def test_whatever_ends_a_post_but_completion_leaves_it_in_flight_for_a_lease(toy, end):
+    clock = Clock()
+    source, target = toy.pair(kind=CountingTransport, clock=clock)
+    grant = target.grant(40, lease_s=5.0)
+    toy.deliver(source, grant, [16])
+    clock.now_s = 1.0
+    end(source, target)
+    clock.now_s = 5.9
+    assert source.end.in_flight(grant.grant_id), "decode would use its pages again"
+    assert not source.end.reads(grant.grant_id), "ours are free: what lands never counts"
+    clock.now_s = 6.0
+    assert not source.end.in_flight(grant.grant_id)
+    source.end.close_grant(grant.grant_id)
+
+
+def test_an_abandoned_write_loses_its_connection_once(toy):
+    clock = Clock()
+    source, target = toy.pair(kind=CountingTransport, clock=clock)
+    for number in range(3):
+        toy.deliver(source, target.grant(20, f"g{number}", lease_s=5.0), [20])
+    clock.now_s = 6.0
+    assert len(source.end.poll()) == 3 and source.end.poll() == []
+    assert source.transport.disconnected == [target.transport.name]
+
+
 def test_a_post_that_raises_fails_its_request_at_once_and_no_other(toy):
-    source, target = toy.pair(kind=FailingTransport)
+    source, target = toy.pair(kind=FlappingTransport)
+    source.transport.post_fails = 2
     first, second = target.grant(20, "first", epoch=1), target.grant(20, "second", epoch=2)
     target.end.expect(second)
     started = time.monotonic()
@@ -244,19 +325,99 @@ def test_a_post_that_raises_fails_its_request_at_once_and_no_other(toy):
     assert target.end.poll()[-1].first_token == 42
 
 
+def test_a_post_that_raises_does_not_end_what_is_in_flight_for_others(toy):
+    source, target = toy.pair(kind=FlappingTransport)
+    grant = target.grant(20, "first")
+    target.end.expect(grant)
+    toy.deliver(source, grant, [20])
+    source.transport.post_fails = 1
+    with pytest.raises(TransferFailed, match="the wire is cut"):
+        toy.deliver(source, target.grant(20, "second"), [20])
+    assert [t.error for t in source.end.poll()] == [None]
+
+
+def test_a_connection_that_broke_unnoticed_costs_no_request(toy):
+    source, target = toy.pair(kind=FlappingTransport)
+    source.transport.post_fails = 1
+    grant = target.grant(20)
+    target.end.expect(grant)
+    toy.deliver(source, grant, [20])
+    assert target.end.poll()[-1].first_token == 42 and source.transport.connects == 2
+
+
+def test_a_failed_reconnect_costs_the_requests_of_that_moment(toy):
+    clock = Clock()
+    source, target = toy.pair(kind=FlappingTransport, clock=clock)
+    source.transport.post_fails, source.transport.connect_fails = 1, 3
+    outcomes = []
+    for number in range(20):
+        grant = target.grant(20, f"g{number}", number)
+        target.end.expect(grant)
+        try:
+            toy.deliver(source, grant, [20])
+            outcomes.append(target.end.poll()[-1].first_token)
+        except TransferFailed:
+            outcomes.append(None)
+        source.end.poll()
+        clock.now_s += RECONNECT_EVERY_S / 4
+    assert outcomes == [None] * 12 + [42] * 8
+    assert source.transport.connects == 1 + 3 + 1, "tried again, but not by every request"
+
+
+def test_a_node_out_of_reach_when_it_was_met_is_reached_by_a_later_grant(toy):
+    clock = Clock()
+    source = toy.local(Role.PREFILL, seed=1, kind=FlappingTransport, clock=clock)
+    target = toy.local(Role.DECODE, seed=2)
+    source.transport.connect_fails = 1
+    source.end.connect(source.info, target.info)
+    clock.now_s = RECONNECT_EVERY_S
+    grant = target.grant(20)
+    target.end.expect(grant)
+    toy.deliver(source, grant, [20])
+    assert target.end.poll()[-1].first_token == 42
+
+
+def test_a_replacement_that_cannot_work_leaves_the_old_peer_as_it_was(toy):
+    source, target = toy.pair()
+    for change in ({"agent": b"elsewhere"}, {"fingerprint": "other"}):
+        with pytest.raises(IncompatiblePeers):
+            info = changed_info(target, incarnation="next", **change)
+            source.end.connect(source.info, info)
+    grant = target.grant(20)
+    target.end.expect(grant)
+    toy.deliver(source, grant, [20])
+    assert target.end.poll()[-1].first_token == 42
+
+
+def test_what_waits_when_the_lease_ends_is_reported_as_failed(toy):
+    clock = Clock()
+    relaid = toy.relaid(toy.SPECS, history=48, index=16)
+    source, target = toy.pair(relaid, kind=SlowTransport, clock=clock)
+    held = [target.grant(40, f"g{number}", lease_s=30.0) for number in range(NUM_SLOTS)]
+    for grant in held:
+        toy.deliver(source, grant, [40])
+    waiting = target.grant(40, "waiting", lease_s=5.0)
+    toy.deliver(source, waiting, [40])
+    clock.now_s = 6.0
+    source.transport.outcome = True
+    failed = [t for t in source.end.poll() if t.error is not None]
+    assert [t.grant_id for t in failed] == ["waiting"] and "lease" in str(failed[0].error)
+
+
 @pytest.mark.parametrize("restarted", [False, True])
 def test_losing_a_peer_fails_what_is_in_flight_to_it(toy, restarted):
-    source, target = toy.pair(kind=SlowTransport)
-    grant = target.grant(20)
+    clock = Clock()
+    source, target = toy.pair(kind=SlowTransport, clock=clock)
+    grant = target.grant(20, lease_s=5.0)
     toy.deliver(source, grant, [20])
     if restarted:
         new = toy.local(Role.DECODE, node_id=target.info.node_id)
         source.end.connect(source.info, new.info)
     else:
         source.end.disconnect(target.info.node_id)
-    assert not source.end.in_flight(grant.grant_id)
     [failed] = source.end.poll()
     assert isinstance(failed.error, TransferFailed)
+    clock.now_s = 5.0
     source.end.close_grant(grant.grant_id)
 
 
