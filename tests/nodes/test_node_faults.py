@@ -147,11 +147,11 @@ def test_a_lost_write_fails_the_run_at_once_but_an_abort_waits_until_nothing_can
         grant = pair.reserve(request)
         with pytest.raises(TransferFailed, match="the connection was lost"):
             pair.prefill.run(request, grant).result(10)
-        usage = pair.prefill.status().result(10).pools
+        usage = pair.prefill.status("router").result(10).pools
         assert all(pages["used"] == 0 for pages in usage.values()), "nobody reads them any more"
         abort = pair.prefill.abort(request.request_id)
         if lease is config:
-            pair.prefill.status().result(10)  # so that the abort has been taken
+            pair.prefill.status("router").result(10)  # so that the abort has been taken
             assert not abort.done()
         else:
             abort.result(10)

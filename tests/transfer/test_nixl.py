@@ -193,12 +193,63 @@ def test_an_address_that_is_none_is_refused(source):
         source.transport.connect(elsewhere)
 
 
-def test_tcp_gives_up_bytes_that_stay_unacknowledged(toy):
-    def over_tcp(name):
-        name = f"{name}.{uuid.uuid4().hex[:8]}"
-        settings = {"engine_config": "TLS=tcp"}
-        return nixl_transport.NixlTransport(name, "UCX", settings, max_silence_s=1.5)
+def over_tcp(name):
+    name = f"{name}.{uuid.uuid4().hex[:8]}"
+    settings = {"engine_config": "TLS=tcp"}
+    return nixl_transport.NixlTransport(name, "UCX", settings, max_silence_s=1.5)
 
+
+@pytest.fixture
+def tcp_pair(toy, mode):
+    source = toy.local(Role.PREFILL, seed=1, kind=over_tcp, mode=mode)
+    target = toy.local(Role.DECODE, seed=2, kind=over_tcp)
+    source.end.connect(source.info, target.info)
+    yield source, target
+    source.end.close()
+    target.end.close()
+
+
+def test_rows_arrive_while_the_senders_loop_is_in_a_step(toy, tcp_pair):
+    source, target = tcp_pair
+    grant = target.grant(77)
+    target.end.expect(grant)
+    toy.deliver(source, grant, [30, 77])
+    polled = toy.wait_for(lambda items: any(item.first_token for item in items), target)
+    assert not any(item.error for item in polled)
+    toy.wait_for(lambda _: not source.end.in_flight(grant.grant_id), source, target)
+
+
+def test_what_is_written_arrives_while_the_receivers_loop_is_in_a_step(toy, tcp_pair, mode):
+    source, target = tcp_pair
+    grant = target.grant(77)
+    target.end.expect(grant)
+    toy.deliver(source, grant, [30, 77])
+    if mode == "read":  # it is the receiver's loop that reads
+        toy.wait_for(lambda _: target.end._reads._posted, target)
+    toy.wait_for(lambda items: items, source)
+
+
+def test_nothing_is_polled_where_nothing_is_in_flight_or_expected(toy, tcp_pair):
+    source, target = tcp_pair
+    grant = target.grant(20)
+    target.end.expect(grant)
+    toy.deliver(source, grant, [20])
+    toy.wait_for(lambda _: not source.end.in_flight(grant.grant_id), source, target)
+    target.end.forget(grant.grant_id)
+    for side in (source, target):
+        side.transport._moved_at = 0.0
+        assert not side.transport._pump_turn()
+
+
+def test_a_peer_whose_name_is_no_text_is_dropped(toy, source):
+    def undecodable():
+        raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
+
+    source.transport._agent.get_new_notifs = undecodable
+    assert source.transport.notifications() == []
+
+
+def test_tcp_gives_up_bytes_that_stay_unacknowledged(toy):
     source, target = (toy.local(role, kind=over_tcp) for role in (Role.PREFILL, Role.DECODE))
     source.end.connect(source.info, target.info)
     grant = target.grant(20)

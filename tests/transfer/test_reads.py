@@ -203,6 +203,18 @@ def test_a_grant_given_up_during_its_read_never_completes(toy, pair):
     assert arrival.retired and arrival.first_token is None
 
 
+def test_what_is_read_for_a_grant_that_is_forgotten_is_cut_off(toy, pair):
+    source, target = pair
+    target.transport.outcome = False
+    grant, _ = offered(toy, source, target)
+    target.end.poll()
+    target.end.forget(grant.grant_id)
+    assert target.transport.disconnected == [source.transport.name]
+    target.transport.outcome = True
+    assert target.end.poll() == []
+    check_goes_on(toy, source, target)
+
+
 def test_staging_memory_of_an_abandoned_offer_is_not_used_again_while_it_may_be_read(toy, clocks):
     relaid = toy.relaid(toy.SPECS, history=48, index=16)
     source = toy.local(Role.PREFILL, seed=1, mode="read", clock=clocks[0])
