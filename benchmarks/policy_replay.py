@@ -89,11 +89,12 @@ class Node:
             num_pages,
         )  # fmt: skip
 
-    def could_hold(self, request: GenerateRequest) -> bool:
-        return len(request.token_ids) <= self.ledger.max_tokens
+    @property
+    def max_tokens(self) -> int:
+        return self.ledger.max_tokens
 
-    def can_start(self, request: GenerateRequest) -> bool:
-        return self.ledger.has_room(len(request.token_ids))
+    def room_tokens(self, beside: int = 0) -> int:
+        return self.ledger.room_tokens(beside)
 
     @property
     def queued_tokens(self) -> int:
@@ -150,11 +151,10 @@ class Ample:
     ledger: Ledger
     cached: CachedPrefixes
 
-    def could_hold(self, request: GenerateRequest) -> bool:
-        return True
+    max_tokens = sys.maxsize
 
-    def can_start(self, request: GenerateRequest) -> bool:
-        return True
+    def room_tokens(self, beside: int = 0) -> int:
+        return self.max_tokens
 
 
 class Replay:
@@ -205,7 +205,7 @@ class Replay:
         name = f"r{number}"
         tokens = tuple(self.trace.token_ids(prompt))
         request = GenerateRequest(name, tokens, SamplingParams(max_tokens=1))
-        if not any(node.could_hold(request) for node in self.nodes):
+        if not any(len(tokens) <= node.max_tokens for node in self.nodes):
             raise ValueError(
                 f"a prompt has {len(tokens)} tokens, expected at most "
                 f"{self.nodes[0].ledger.max_tokens}, which a node has pages for; give more --memory"
@@ -231,8 +231,8 @@ class Replay:
                 assert prefill is not None, "no prompt of a trace is computed on decode"
                 self._waiting.remove(prompt)
                 prefill.send(prompt)
-            elif turn.over:
-                break
+            elif turn.over or (turn.only_local and len(turn.claims) in (0, len(self.nodes))):
+                break  # nobody starts any more, and each node has its claims
         self._claims = turn.claims
 
     def _begin_steps(self) -> None:

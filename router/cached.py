@@ -24,6 +24,7 @@ class CachedPrefixes:
     def __init__(self, identity: str, unit_tokens: int) -> None:
         self._identity = identity
         self._unit_tokens = unit_tokens
+        self._num_changes = 0  # of what is known
         self._reported: set[Key] = set()
         self.version = 0
         self._expected: Counter[Key] = Counter()
@@ -33,7 +34,15 @@ class CachedPrefixes:
 
     def num_tokens(self, prompt: Prompt) -> int:
         """Tokens of the prompt's longest prefix that the node has, or will have."""
+        known = prompt.cached.get(self)  # asked at every look at the queue
+        if known is None or known[0] != self._num_changes:
+            known = prompt.cached[self] = (self._num_changes, self._count(prompt))
+        return known[1]
+
+    def _count(self, prompt: Prompt) -> int:
         keys = prompt.keys(self._identity, self._unit_tokens)
+        if not keys or self._lacks(keys[0]):  # as with most nodes
+            return 0
         # A key is there only with all before it, in what nodes report as in what is expected.
         return bisect_left(keys, True, key=self._lacks) * self._unit_tokens
 
@@ -44,6 +53,7 @@ class CachedPrefixes:
         """The prompt is on its way to the node."""
         keys = self._sent[holder] = prompt.keys(self._identity, self._unit_tokens)
         self._expected.update(keys)
+        self._num_changes += 1
 
     def end(self, holder: str) -> None:
         """The holder has left the node, whose reports tell what it kept. Twice is harmless."""
@@ -54,13 +64,19 @@ class CachedPrefixes:
         """Follow the node's report; one that another has overtaken changes nothing."""
         if report.version < self.version or report.since not in (0, self.version):
             return
-        if report.since == 0:
-            self._reported = set(report.added)
-        else:
-            self._reported.difference_update(report.removed)
-            self._reported.update(report.added)
+        removed = self._reported if report.since == 0 else report.removed
+        if removed or report.added or self._ended_before:
+            self._num_changes += 1
+        self._reported.difference_update(tuple(removed))
+        self._reported.update(report.added)
         self.version = report.version
-        for keys in self._ended_before:
-            self._expected.subtract(keys)
-        self._expected = +self._expected
+        self._forget(self._ended_before)
         self._ended_before, self._ended = self._ended, []
+
+    def _forget(self, ended: list[tuple[Key, ...]]) -> None:
+        """Reports tell of these keys by now."""
+        for keys in ended:
+            self._expected.subtract(keys)
+            for key in keys:
+                if self._expected[key] <= 0:
+                    del self._expected[key]

@@ -109,6 +109,7 @@ class Dispatcher:
         self, request: GenerateRequest, ticket: Ticket
     ) -> AsyncGenerator[Tokens, None]:
         pair = await self._queue.pair_for(request, ticket)  # with credit on both nodes
+        request = replace(request, local=pair.prefill is None)
         self._log_dispatched(request, pair)
         async with self._hold(pair, request, ticket) as reservation:  # pages in every pool
             num_cached_tokens = 0

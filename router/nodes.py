@@ -26,7 +26,6 @@ from typing import Any, Generic, TypeVar
 from sluice.cache.spec import unit_tokens
 from sluice.engine.protocol import (
     DecodeClient,
-    GenerateRequest,
     NodeError,
     NodeInfo,
     NodeLost,
@@ -43,7 +42,7 @@ from sluice.router.events import log_event
 from sluice.router.held import Held
 from sluice.router.inbox import Inbox
 from sluice.router.ledger import Ledger
-from sluice.router.prompt import Prompt
+from sluice.router.prompt import Need, Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +58,8 @@ T = TypeVar("T")
 class RoutedNode(Generic[Client]):
     """What prefill and decode nodes have in common.
 
-    shared: other routers have requests there too. on_change: called when it comes or goes, or
-    others have left it.
+    shared: other routers have requests there too. on_change: called when it comes or goes;
+    on_credit: when it may have room that it had not.
     """
 
     def __init__(
@@ -72,6 +71,7 @@ class RoutedNode(Generic[Client]):
         shared: bool,
         background: Background,
         on_change: Callable[[], None],
+        on_credit: Callable[[], None],
     ) -> None:
         self._shared = shared
         self.client = client
@@ -84,7 +84,7 @@ class RoutedNode(Generic[Client]):
         self.ledger = Ledger(
             self.info,
             max_outstanding_tokens=self._max_outstanding_tokens(),
-            on_return=on_change,
+            on_return=on_credit,
         )
         self.cached = CachedPrefixes(self.info.fingerprint, unit_tokens(self.info.specs))
         self.breaker = Breaker()
@@ -94,6 +94,7 @@ class RoutedNode(Generic[Client]):
         self._node_clock: tuple[float, float] | None = None  # its clock, and ours when that came
         self._background = background
         self._on_change = on_change
+        self._on_credit = on_credit
         self._refused_until = 0.0
         self._calls: set[asyncio.Timeout] = set()
         self._watcher = background.spawn(self._watch())
@@ -102,13 +103,9 @@ class RoutedNode(Generic[Client]):
     def _max_outstanding_tokens(self) -> int | None:
         return None
 
-    def promised_tokens(self, request: GenerateRequest) -> int:
-        """Tokens the request needs pages for to start on this node."""
+    def need(self, prompt: Prompt) -> Need:
+        """Tokens that the request needs pages for on this node."""
         raise NotImplementedError
-
-    def greatest_tokens(self, request: GenerateRequest) -> int:
-        """Tokens the request may come to need pages for."""
-        return self.promised_tokens(request)
 
     @property
     def node_id(self) -> str:
@@ -119,19 +116,17 @@ class RoutedNode(Generic[Client]):
         """Whether new requests may go here."""
         return self.lost_because is None and not self.draining
 
-    def could_hold(self, request: GenerateRequest) -> bool:
-        """Whether the request fits at all, were it alone here."""
-        return self.ready and self.greatest_tokens(request) <= self.ledger.max_tokens
+    @property
+    def max_tokens(self) -> int:
+        """Longest request that fits, were it alone here; 0 if new ones may not go here."""
+        return self.ledger.max_tokens if self.ready else 0
 
-    def can_start(self, request: GenerateRequest) -> bool:
-        """Whether the request can have its pages now."""
-        refusing = asyncio.get_running_loop().time() < self._refused_until
-        return (
-            self.ready
-            and self.trusted
-            and not refusing
-            and self.ledger.has_room(self.promised_tokens(request))
-        )
+    def room_tokens(self, beside: int = 0) -> int:
+        """Longest request that can start here now, beside one of so many tokens; 0 for none."""
+        now = asyncio.get_running_loop().time()
+        if not self.ready or now < self._refused_until or not self.breaker.allows(now):
+            return 0
+        return self.ledger.room_tokens(beside)
 
     @property
     def trusted(self) -> bool:
@@ -140,11 +135,11 @@ class RoutedNode(Generic[Client]):
 
     def take(self, prompt: Prompt) -> None:
         """Promise the request its pages; its prefix counts as cached from now on."""
-        request, num_tokens = prompt.request, self.promised_tokens(prompt.request)
+        request_id, num_tokens = prompt.request.request_id, self.need(prompt).start_tokens
         work_tokens = max(1, num_tokens - self.cached.num_tokens(prompt))
-        self.ledger.take(request.request_id, num_tokens, work_tokens)
-        self.cached.expect(request.request_id, prompt)
-        self.breaker.begin(request.request_id)
+        self.ledger.take(request_id, num_tokens, work_tokens)
+        self.cached.expect(request_id, prompt)
+        self.breaker.begin(request_id)
 
     def give_back(self, request_id: str) -> None:
         """The request has left the node. Twice is harmless."""
@@ -173,13 +168,13 @@ class RoutedNode(Generic[Client]):
             log_event(
                 logger, "circuit_open", node=self.node_id, reason=error, level=logging.WARNING
             )
-            loop.call_later(self.breaker.cool_down_s, self._on_change)
+            loop.call_later(self.breaker.cool_down_s, self._on_credit)
 
     def pause_after_refusal(self) -> None:
         """Leave the node alone for a moment, then look at the queue again."""
         loop = asyncio.get_running_loop()
         self._refused_until = loop.time() + REFUSED_PAUSE_S
-        loop.call_later(REFUSED_PAUSE_S, self._on_change)
+        loop.call_later(REFUSED_PAUSE_S, self._on_credit)
 
     async def expires_at(self, limit_s: float) -> float | None:
         """So many seconds from now on the node's own clock, or a little less; None: not known.
@@ -258,7 +253,7 @@ class RoutedNode(Generic[Client]):
             before, ledger = self.ledger.num_others, self.ledger
             ledger.num_others = max(0, status.running + status.waiting - ledger.running)
             if ledger.num_others < before:
-                self._on_change()
+                self._on_credit()
 
     async def _end_stray(self, request_id: str) -> None:
         """End what the node holds for us and we have given up; the next status tells if it did."""
@@ -327,8 +322,8 @@ class RoutedPrefill(RoutedNode[PrefillClient]):
     def _max_outstanding_tokens(self) -> int:
         return 2 * self.info.max_batch_tokens
 
-    def promised_tokens(self, request: GenerateRequest) -> int:
-        return len(request.token_ids)
+    def need(self, prompt: Prompt) -> Need:
+        return prompt.on_prefill
 
     def _end_on_node(self, request_id: str) -> Coroutine[Any, Any, None]:
         return self.client.abort(request_id)
@@ -345,11 +340,8 @@ class RoutedDecode(RoutedNode[DecodeClient]):
         self._receiver = self._background.spawn(self._receive())
         self._receiver.add_done_callback(self._receiver_ended)
 
-    def promised_tokens(self, request: GenerateRequest) -> int:
-        return request.admit_tokens
-
-    def greatest_tokens(self, request: GenerateRequest) -> int:
-        return request.max_total_tokens
+    def need(self, prompt: Prompt) -> Need:
+        return prompt.on_decode
 
     def _end_on_node(self, request_id: str) -> Coroutine[Any, Any, None]:
         # Whether prefill still writes we cannot know any more: the pages wait for leases.

@@ -2,6 +2,12 @@
 
 What a pair costs is what its prefill node costs and what its decode node costs, so the two are
 chosen apart: no pair could be better than the best of both.
+
+Who cannot start claims one node, which is then kept from those behind:
+ - one without room on decode, the decode node with the most room
+ - one without a prefill node, the best of them, or else the one with the most room; the first in
+   line also its room on decode, since otherwise the one could be gone whenever the other comes
+The first in line loses nothing to those behind, so it starts, and then the next is first.
 """
 
 from __future__ import annotations
@@ -12,10 +18,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from sluice.engine.protocol import GenerateRequest
 from sluice.router.cached import CachedPrefixes
 from sluice.router.ledger import Ledger
-from sluice.router.prompt import Prompt
+from sluice.router.prompt import Need, Prompt
 
 
 class Candidate(Protocol):
@@ -33,12 +38,13 @@ class Candidate(Protocol):
         """Whether requests that went there came to an end, or it is time to see if they do."""
         ...
 
-    def could_hold(self, request: GenerateRequest) -> bool:
-        """Whether the request fits at all, were it alone here."""
+    @property
+    def max_tokens(self) -> int:
+        """Longest request that it can ever hold; 0 if new ones may not go there."""
         ...
 
-    def can_start(self, request: GenerateRequest) -> bool:
-        """Whether the request can have its pages now."""
+    def room_tokens(self, beside: int = 0) -> int:
+        """Longest request that can start there now, beside one of so many tokens; 0 for none."""
         ...
 
 
@@ -106,8 +112,7 @@ PREFILL_RULES = {**COMMON, "cache_aware": Rule(tokens_to_compute, waits=True)}
 DECODE_RULES = {**COMMON, "cache_aware": Rule(share_taken)}
 
 
-# Requests to pass over in one look, where they all wait for the same nodes. A look of so many takes
-# the event loop a few milliseconds, and comes with every change of credit.
+# Requests to pass over in one look: a look is short, even where they all wait for the same node.
 MAX_CLAIMS = 128
 
 
@@ -122,15 +127,28 @@ class Policy:
 
 
 class Turn(Generic[P, D]):
-    """One look at those who wait, in their order. `over`: nobody behind may start now."""
+    """One look at those who wait, in their order. Whoever is given a pair takes its credit at once.
+
+    claims: tokens to compute of those who wait, by the prefill node that they wait for.
+    """
 
     def __init__(self, policy: Policy, prefill: Sequence[P], decode: Sequence[D]) -> None:
-        self.over = False
-        self.claims: dict[str, int] = {}
-        self._num_claims = 0
         self._policy = policy
-        self._prefill = prefill
-        self._decode = decode
+        self._prefill = _Side(policy.prefill_rule, prefill, policy.random)
+        self._decode = _Side(policy.decode_rule, decode, policy.random)
+        self.claims = self._prefill.claims
+        self._num_passed = 0
+
+    @property
+    def over(self) -> bool:
+        """Nobody behind may start now."""
+        return not self._decode.open or self._num_passed == MAX_CLAIMS
+
+    @property
+    def only_local(self) -> bool:
+        """Nobody behind may start now who needs a prefill node, nor is there one to look at: the
+        first in line has its claims."""
+        return self._num_passed > 0 and not self._prefill.open
 
     def pick(self, prompt: Prompt, avoid: Collection[str] = ()) -> tuple[P | None, D] | None:
         """A pair that can start the request now, or None.
@@ -138,41 +156,131 @@ class Turn(Generic[P, D]):
         A request whose prompt decode computes gets no prefill node. avoid: ids of nodes on which
         the request failed; they are taken only if no other node could ever hold it.
         """
-        decode = self._choose(self._policy.decode_rule, self._decode, prompt, avoid)
-        if decode is not None and prompt.request.local:
-            decode.last_picked = next(self._policy.picks)
-            return None, decode
-        prefill = self._choose(self._policy.prefill_rule, self._prefill, prompt, avoid)
-        if decode is None or prefill is None:
-            self.over = True  # nobody overtakes
+        with_room = self._decode.with_room(prompt.on_decode, avoid)
+        if not with_room:
+            self._num_passed += 1
             return None
-        if not self._free(prefill, prompt):
-            self._claim(prefill, prompt)
+        if prompt.local:
+            return None, self._give(self._decode, self._decode.best(with_room, prompt))
+        prefill = self._prefill.find(prompt, prompt.on_prefill, avoid)
+        if prefill is None:
+            if self._num_passed == 0:
+                self._decode.keep(self._decode.best(with_room, prompt), prompt.on_decode)
+            self._num_passed += 1
             return None
-        prefill.last_picked = decode.last_picked = next(self._policy.picks)
-        return prefill, decode
+        decode = self._decode.best(with_room, prompt)
+        return self._give(self._prefill, prefill), self._give(self._decode, decode)
 
-    def _choose(
-        self, rule: Rule, nodes: Sequence[N], prompt: Prompt, avoid: Collection[str]
-    ) -> N | None:
-        able = [node for node in nodes if node.could_hold(prompt.request)]
-        able = [n for n in able if n.trusted and n.node_id not in avoid] or able
-        if not rule.waits:
-            able = [node for node in able if node.can_start(prompt.request)]
-        if rule.sample is not None and len(able) > rule.sample:
-            able = self._policy.random.sample(able, rule.sample)
-        return min(
-            able,
-            key=lambda node: (rule.rank(node, prompt, self.claims), node.last_picked),
-            default=None,
-        )
+    def _give(self, side: _Side[N], spot: _Spot[N]) -> N:
+        side.given = spot
+        spot.node.last_picked = next(self._policy.picks)
+        return spot.node
 
-    def _free(self, node: P, prompt: Prompt) -> bool:
-        return node.node_id not in self.claims and node.can_start(prompt.request)
 
-    def _claim(self, node: P, prompt: Prompt) -> None:
-        """The node is kept for the request: only others' nodes may be given to those behind."""
-        claimed = self.claims.get(node.node_id, 0)
-        self.claims[node.node_id] = claimed + _uncached_tokens(node, prompt)
-        self._num_claims += 1
-        self.over = len(self.claims) == len(self._prefill) or self._num_claims == MAX_CLAIMS
+class _Spot(Generic[N]):
+    """A node as one look sees it.
+
+    kept_tokens: of the first in line, who keeps its place here. claimed: by one who waits for it.
+    """
+
+    __slots__ = (
+        "claimed",
+        "kept_tokens",
+        "max_tokens",
+        "node",
+        "node_id",
+        "room_tokens",
+        "trusted",
+    )
+
+    def __init__(self, node: N) -> None:
+        self.node = node
+        self.node_id = node.node_id
+        self.max_tokens = node.max_tokens
+        self.kept_tokens = 0
+        self.claimed = False
+        self.refresh()
+
+    def refresh(self) -> None:
+        self.trusted = self.node.trusted
+        self.room_tokens = 0 if self.claimed else self.node.room_tokens(self.kept_tokens)
+
+
+class _Side(Generic[N]):
+    """The nodes of one role in one look.
+
+    claims: see Turn. open: whether any request could start here. given: the node that was given
+    last, on which credit has been taken since.
+    """
+
+    def __init__(self, rule: Rule, nodes: Sequence[N], draw: random.Random) -> None:
+        self.claims: dict[str, int] = {}
+        self.given: _Spot[N] | None = None
+        self._rule = rule
+        self._draw = draw
+        self._spots = [_Spot(node) for node in nodes]
+        self._open = any(spot.room_tokens for spot in self._spots)
+
+    @property
+    def open(self) -> bool:
+        self._take_note()
+        return self._open
+
+    def with_room(self, need: Need, avoid: Collection[str]) -> list[_Spot[N]]:
+        """The nodes on which the request can start now; if there is none, one is claimed."""
+        able = self._able(need, avoid)
+        with_room = [spot for spot in able if need.start_tokens <= spot.room_tokens]
+        if not with_room and able:
+            self._claim(max(able, key=lambda spot: spot.room_tokens))
+        return with_room
+
+    def find(self, prompt: Prompt, need: Need, avoid: Collection[str]) -> _Spot[N] | None:
+        """The node for the request, on which it can start now; or None, and one is claimed."""
+        if not self._rule.waits:
+            with_room = self.with_room(need, avoid)
+            return self.best(with_room, prompt) if with_room else None
+        able = self._able(need, avoid)
+        if not able:
+            return None
+        best = self.best(able, prompt)
+        if need.start_tokens <= best.room_tokens:
+            return best
+        uncached_tokens = _uncached_tokens(best.node, prompt)
+        if with_room := [spot for spot in able if need.start_tokens <= spot.room_tokens]:
+            idle = self.best(with_room, prompt)
+            if _uncached_tokens(idle.node, prompt) <= uncached_tokens:
+                return idle  # what the better one lacks is room, and it saves nothing
+        self.claims[best.node_id] = self.claims.get(best.node_id, 0) + uncached_tokens
+        self._claim(best)
+        return None
+
+    def best(self, spots: list[_Spot[N]], prompt: Prompt) -> _Spot[N]:
+        """The first by the role's rule."""
+        rank, claims, sample = self._rule.rank, self.claims, self._rule.sample
+        if sample is not None and len(spots) > sample:
+            spots = self._draw.sample(spots, sample)
+        return min(spots, key=lambda s: (rank(s.node, prompt, claims), s.node.last_picked))
+
+    def keep(self, spot: _Spot[N], need: Need) -> None:
+        """Leave the request's room to it; others may have the rest."""
+        spot.kept_tokens = need.start_tokens
+        self._refresh(spot)
+
+    def _able(self, need: Need, avoid: Collection[str]) -> list[_Spot[N]]:
+        self._take_note()
+        able = [spot for spot in self._spots if need.max_tokens <= spot.max_tokens]
+        return [spot for spot in able if spot.trusted and spot.node_id not in avoid] or able
+
+    def _claim(self, spot: _Spot[N]) -> None:
+        """Nobody behind starts here."""
+        spot.claimed = True
+        self._refresh(spot)
+
+    def _take_note(self) -> None:
+        if self.given is not None:
+            given, self.given = self.given, None
+            self._refresh(given)
+
+    def _refresh(self, spot: _Spot[N]) -> None:
+        spot.refresh()
+        self._open = any(other.room_tokens for other in self._spots)

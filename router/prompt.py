@@ -1,21 +1,38 @@
-"""Prompt: a request with the keys of its tokens, by which cached prefixes are known."""
+"""Prompt: a request as the queue knows it: how long it is, and the keys of its tokens."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
 
 from sluice.cache.keys import Key, chained_keys, root_key
 from sluice.engine.protocol import GenerateRequest
 
+if TYPE_CHECKING:
+    from sluice.router.cached import CachedPrefixes
+
+
+class Need(NamedTuple):
+    """Tokens that a request needs pages for on a node: to start there, and at most."""
+
+    start_tokens: int
+    max_tokens: int
+
 
 class Prompt:
-    """One attempt at a request. Keys are computed once for each unit that nodes count in."""
+    """One attempt at a request. Keys are computed once for each unit that nodes count in.
+
+    local: decode computes it. cached: what CachedPrefixes has found for it, which keeps it up to
+    date.
+    """
 
     def __init__(self, request: GenerateRequest) -> None:
         self.request = request
+        self.num_tokens = len(request.prompt_token_ids) + len(request.emitted_token_ids)
+        self.local = request.local
+        self.on_prefill = Need(self.num_tokens, self.num_tokens)
+        self.on_decode = Need(request.admit_tokens, request.max_total_tokens)
+        self.cached: dict[CachedPrefixes, tuple[int, int]] = {}
         self._keys: dict[tuple[str, int], tuple[Key, ...]] = {}
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.request.prompt_token_ids) + len(self.request.emitted_token_ids)
 
     def keys(self, identity: str, unit_tokens: int) -> tuple[Key, ...]:
         """Keys of the prompt's whole units, as a node of this identity computes them."""

@@ -7,9 +7,12 @@
 A request leaves only with credit on both nodes of a pair, so nothing waits inside a node and a
 cancel here costs nothing. A request that comes back after a failure keeps its place.
 
-Nobody is overtaken on the node that it waits for, and nobody at all where decode has no room for
-it. A lower priority can be overtaken for as long as more urgent requests fill the nodes: at most
-until its deadline, as whoever sets priorities decides how long that may be.
+Whoever cannot start claims a node, on which nobody overtakes it; those behind may have the others
+(see policy.py). A lower priority can be overtaken for as long as more urgent requests fill the
+nodes: at most until its deadline, as whoever sets priorities decides how long that may be.
+
+A look at those who wait follows every change of credit or nodes: one look for all changes of a
+turn of the event loop, and none before the loop has had its time for other things.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import asyncio
 import bisect
 import itertools
 import logging
+import time
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -26,9 +30,14 @@ from sluice.router.events import log_event
 from sluice.router.nodes import RoutedDecode, RoutedNode, RoutedPrefill
 from sluice.router.policy import Policy, Turn
 from sluice.router.prompt import Prompt
-from sluice.router.registry import Nodes
+from sluice.router.registry import MaxTokens, Nodes
 
 logger = logging.getLogger(__name__)
+
+# A long look is followed by four times as long for everything else, however many nodes and requests
+# there are. Shorter ones come with a change each, which costs more than they do.
+LONG_LOOK_S, MAX_REST_S = 0.001, 0.02
+LOOKS_SHARE = 0.2  # of the event loop's time
 
 
 class Pair(NamedTuple):
@@ -64,10 +73,13 @@ class Ticket:
 
 @dataclass(eq=False)
 class _Waiter:
+    """stranded: no ready node could ever take it. patience: while it runs, that is put up with."""
+
     prompt: Prompt
     ticket: Ticket
-    hopeless_until: float | None  # loop time until which having no node at all is put up with
     pair: asyncio.Future[Pair]
+    stranded: bool = False
+    patience: asyncio.TimerHandle | None = None
 
 
 class WaitingQueue:
@@ -85,11 +97,17 @@ class WaitingQueue:
         self._max_waiting = max_waiting
         self._patience_s = patience_s
         self._waiting: list[_Waiter] = []  # by place
+        self._newcomers: dict[_Waiter, None] = {}  # of them, those not looked at yet, by arrival
+        self._stranded: list[_Waiter] = []
+        self._max_tokens: MaxTokens | None = None  # of the nodes, at the last look
+        self._next_look: asyncio.Handle | None = None
+        self._rested_at = 0.0  # time.monotonic() before which there is no look
         self._arrivals = itertools.count()
         self._closed: SluiceError | None = None
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        """Requests that could not start when they came."""
+        return len(self._waiting) - len(self._newcomers)
 
     def ticket(self, priority: int = 0) -> Ticket:
         return Ticket((priority, next(self._arrivals)))
@@ -101,32 +119,85 @@ class WaitingQueue:
         """
         waiter = self._enter(request, ticket)
         try:
-            self.wake()
-            if not waiter.pair.done() and not ticket.returning:
-                self._check_length(waiter)
-            if not waiter.pair.done():
-                log_event(logger, "queued", request_id=request.request_id, waiting=len(self))
             return await waiter.pair
         except asyncio.CancelledError:
             self._return_credit(waiter)
+            self.wake()  # those behind may have what it waited for
             raise
         finally:
             self._leave(waiter)
 
     def wake(self) -> None:
-        """Start every request that can start, in order, and turn away those nobody can take."""
-        if not self._waiting:
+        """Have a look at those who wait, soon: start all that can start, in order, and turn away
+        those nobody can take."""
+        if self._waiting and self._next_look is None:
+            rest_s = max(0.0, self._rested_at - time.monotonic())
+            self._next_look = asyncio.get_running_loop().call_later(rest_s, self._look)
+
+    def _look(self) -> None:
+        began_s = time.thread_time()  # whatever else the machine does
+        self._next_look = None
+        self._sort_out_stranded()
+        self._start_those_who_can()
+        self._take_in_newcomers()
+        taken_s = time.thread_time() - began_s
+        if taken_s > LONG_LOOK_S:
+            rest_s = min(MAX_REST_S, taken_s * (1 / LOOKS_SHARE - 1))
+            self._rested_at = time.monotonic() + rest_s
+
+    def _sort_out_stranded(self) -> None:
+        """Find those whom no ready node could ever hold; they wait for one to return, or leave."""
+        changed = self._nodes.max_tokens is not self._max_tokens
+        self._max_tokens = self._nodes.max_tokens
+        unsure = self._waiting if changed else [*self._stranded, *self._newcomers]
+        self._stranded = []
+        for waiter in list(unsure):
+            waiter.stranded = not self._has_nodes(waiter, self._max_tokens)
+            if not waiter.stranded:
+                continue
+            if waiter.patience is None:
+                self._reject(waiter, Unavailable(self._why_stranded()))
+            else:
+                self._stranded.append(waiter)
+
+    @staticmethod
+    def _has_nodes(waiter: _Waiter, max_tokens: MaxTokens) -> bool:
+        """Whether ready nodes could hold the request, were it alone; decides who computes it."""
+        prompt = waiter.prompt
+        outgrown = prompt.num_tokens > max_tokens.prefill
+        # It was admitted by its prompt; the output that it has by now is computed where it fits.
+        prompt.local = prompt.request.local or (
+            waiter.ticket.returning and outgrown and max_tokens.prefill > 0
+        )
+        if outgrown and not prompt.local:
+            return False
+        return prompt.on_decode.max_tokens <= max_tokens.decode
+
+    def _start_those_who_can(self) -> None:
+        waiting = [waiter for waiter in self._waiting if not waiter.stranded]
+        any_local = any(waiter.prompt.local for waiter in waiting)
+        if not any_local and not any(node.room_tokens() for node in self._nodes.prefill):
             return
         turn = Turn(self._policy, self._nodes.prefill, self._nodes.decode)
-        for waiter in list(self._waiting):
-            if waiter.pair.done():
-                continue  # cancelled just now: its own task takes it out
-            if not self._nodes.could_hold(waiter.prompt.request):
-                self._turn_away(waiter)
-            elif picked := turn.pick(waiter.prompt, waiter.ticket.avoid):
+        for waiter in waiting:
+            if turn.over or (turn.only_local and not any_local):
+                return
+            if waiter.pair.done() or (turn.only_local and not waiter.prompt.local):
+                continue  # one that is done was cancelled just now: its own task takes it out
+            if picked := turn.pick(waiter.prompt, waiter.ticket.avoid):
                 self._start(waiter, Pair(*picked))
-            elif turn.over:
-                break
+
+    def _take_in_newcomers(self) -> None:
+        """Those who did not start at once wait; beyond the limit the last to come are refused."""
+        newcomers = list(self._newcomers)
+        self._newcomers.clear()
+        for waiter in reversed(newcomers):
+            if len(self) > self._max_waiting and not waiter.ticket.returning:
+                self._reject(waiter, QueueFull(self._why_full()))
+        for waiter in newcomers:
+            if not waiter.pair.done():
+                request_id = waiter.prompt.request.request_id
+                log_event(logger, "queued", request_id=request_id, waiting=len(self))
 
     def close(self, reason: SluiceError) -> None:
         """Turn away all that wait, and everybody who comes later."""
@@ -144,26 +215,22 @@ class WaitingQueue:
         if self._closed is not None:
             raise self._closed
         loop = asyncio.get_running_loop()
-        until = loop.time() + self._patience_s if ticket.returning else None
-        waiter = _Waiter(Prompt(request), ticket, until, loop.create_future())
-        bisect.insort(self._waiting, waiter, key=lambda other: other.ticket.place)
-        if until is not None:
-            loop.call_at(until, self.wake)
+        waiter = _Waiter(Prompt(request), ticket, loop.create_future())
+        if ticket.returning:
+            waiter.patience = loop.call_later(self._patience_s, self._lose_patience, waiter)
+        bisect.insort(self._waiting, waiter, key=_place)
+        self._newcomers[waiter] = None
+        self.wake()
         return waiter
 
-    def _check_length(self, newcomer: _Waiter) -> None:
-        if len(self._waiting) > self._max_waiting:
-            self._leave(newcomer)
-            raise QueueFull(
-                f"{self._max_waiting} requests wait already (router.max_queue); try again later"
-            )
+    def _lose_patience(self, waiter: _Waiter) -> None:
+        waiter.patience = None
+        self.wake()
 
-    def _turn_away(self, waiter: _Waiter) -> None:
-        until = waiter.hopeless_until
-        if until is None or asyncio.get_running_loop().time() >= until:
-            self._reject(waiter, Unavailable(self._why_hopeless()))
+    def _why_full(self) -> str:
+        return f"{self._max_waiting} requests wait already (router.max_queue); try again later"
 
-    def _why_hopeless(self) -> str:
+    def _why_stranded(self) -> str:
         for role, nodes in (("prefill", self._nodes.prefill), ("decode", self._nodes.decode)):
             if not any(node.ready for node in nodes):
                 return f"no {role} node is ready; try again in a moment"
@@ -175,8 +242,13 @@ class WaitingQueue:
             waiter.pair.set_exception(error)
 
     def _leave(self, waiter: _Waiter) -> None:
-        if waiter in self._waiting:
-            self._waiting.remove(waiter)
+        """Twice is harmless."""
+        if waiter.patience is not None:
+            waiter.patience.cancel()
+        self._newcomers.pop(waiter, None)
+        index = bisect.bisect_left(self._waiting, waiter.ticket.place, key=_place)
+        if index < len(self._waiting) and self._waiting[index] is waiter:
+            del self._waiting[index]
 
     @staticmethod
     def _return_credit(waiter: _Waiter) -> None:
@@ -185,3 +257,7 @@ class WaitingQueue:
         if future.done() and not future.cancelled() and future.exception() is None:
             for node in future.result().nodes:
                 node.give_back(waiter.prompt.request.request_id)
+
+
+def _place(waiter: _Waiter) -> tuple[int, int]:
+    return waiter.ticket.place

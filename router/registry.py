@@ -5,15 +5,25 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from sluice.engine.protocol import DecodeClient, GenerateRequest, PrefillClient
+from sluice.engine.protocol import DecodeClient, PrefillClient
 from sluice.router.background import Background
 from sluice.router.nodes import RoutedDecode, RoutedNode, RoutedPrefill
 
 
+class MaxTokens(NamedTuple):
+    """Longest request that any ready node of a role can ever hold; 0 without a ready node."""
+
+    prefill: int
+    decode: int
+
+
 class Nodes:
-    """Views by node id; a new incarnation of a node is a new view. The rest: see RoutedNode."""
+    """Views by node id; a new incarnation of a node is a new view. The rest: see RoutedNode.
+
+    on_change: called when a request that waits may have a node that it had not, or none any more.
+    """
 
     def __init__(
         self,
@@ -30,10 +40,12 @@ class Nodes:
             "lease_s": lease_s,
             "shared": shared,
             "background": background,
-            "on_change": on_change,
+            "on_change": self._changed,
+            "on_credit": on_change,
         }
         self._prefill: dict[str, RoutedPrefill] = {}
         self._decode: dict[str, RoutedDecode] = {}
+        self._max_tokens: MaxTokens | None = None  # not known since nodes came or went
 
     def __iter__(self) -> Iterator[RoutedNode[Any]]:
         return itertools.chain(self._prefill.values(), self._decode.values())
@@ -49,11 +61,15 @@ class Nodes:
     def find(self, node_id: str) -> RoutedNode[Any] | None:
         return self._prefill.get(node_id) or self._decode.get(node_id)
 
-    def could_hold(self, request: GenerateRequest) -> bool:
-        """Whether a ready node of each role that it needs could ever take the request."""
-        decode = any(node.could_hold(request) for node in self._decode.values())
-        prefill = any(node.could_hold(request) for node in self._prefill.values())
-        return decode and (prefill or request.local)
+    @property
+    def max_tokens(self) -> MaxTokens:
+        """The same object until nodes come or go."""
+        if self._max_tokens is None:
+            self._max_tokens = MaxTokens(
+                max((node.max_tokens for node in self._prefill.values()), default=0),
+                max((node.max_tokens for node in self._decode.values()), default=0),
+            )
+        return self._max_tokens
 
     def update(
         self,
@@ -74,7 +90,7 @@ class Nodes:
                 self._decode[decode_view.node_id] = decode_view
         for node in self:
             node.draining = node.node_id in draining
-        self._on_change()
+        self._changed()
 
     async def refresh(self, limit_s: float) -> None:
         """Ask every live node for its gauges."""
@@ -84,6 +100,10 @@ class Nodes:
     def close(self, reason: str) -> None:
         for node in self:
             node.close(reason)
+
+    def _changed(self) -> None:
+        self._max_tokens = None
+        self._on_change()
 
     @staticmethod
     def _close_departed(

@@ -444,6 +444,11 @@ class World:
             while not condition():
                 await asyncio.sleep(0)
 
+    async def turns(self, count: int = 50) -> None:
+        """Let the loop turn: whatever is about to happen has happened."""
+        for _ in range(count):
+            await asyncio.sleep(0)
+
     async def complete(self, prompt="the cat", **fields) -> httpx.Response:
         body = {"model": "tiny", "prompt": prompt, "max_tokens": 8, **fields}
         return await self.http.post("/v1/completions", json=body)

@@ -118,8 +118,10 @@ async def test_the_lower_priority_goes_first_and_equals_by_arrival(make_world):
     world.add_decode(max_running_requests=1)
     seen = world.seen_requests()
     prefill.gate.clear()
-    sent = [(40, 0), (3, 5), (60, -1), (1, 0), (9, -1)]  # the first is on its way at once
-    waiting = [asyncio.create_task(world.complete([9] * n, priority=p)) for n, p in sent]
+    waiting = [asyncio.create_task(world.complete([9] * 40))]
+    await world.until(lambda: bool(prefill.at_work))
+    sent = [(3, 5), (60, -1), (1, 0), (9, -1)]
+    waiting += [asyncio.create_task(world.complete([9] * n, priority=p)) for n, p in sent]
     await world.until(lambda: len(world.service.queue) == 4)
     prefill.gate.set()
     assert all(answer.status_code == 200 for answer in await asyncio.gather(*waiting))
