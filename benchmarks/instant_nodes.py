@@ -74,7 +74,9 @@ class InstantDecode:
         while True:
             yield await self._steps.get()
 
-    async def status(self, router_id: str, cache_version: int | None = None) -> NodeStatus:
+    async def status(
+        self, router_id: str, cache_version: int | None = None, *, with_metrics: bool = True
+    ) -> NodeStatus:
         return _status(self.info)
 
 
@@ -94,7 +96,9 @@ class InstantPrefill:
     async def abort(self, request_id: str) -> None:
         """Nothing is under way."""
 
-    async def status(self, router_id: str, cache_version: int | None = None) -> NodeStatus:
+    async def status(
+        self, router_id: str, cache_version: int | None = None, *, with_metrics: bool = True
+    ) -> NodeStatus:
         return _status(self.info)
 
 

@@ -41,5 +41,9 @@ class AsyncDecode:
         finally:
             self.node.unsubscribe(router_id, sink)
 
-    async def status(self, router_id: str, cache_version: int | None = None) -> NodeStatus:
-        return await asyncio.wrap_future(self.node.status(router_id, cache_version))
+    async def status(
+        self, router_id: str, cache_version: int | None = None, *, with_metrics: bool = True
+    ) -> NodeStatus:
+        return await asyncio.wrap_future(
+            self.node.status(router_id, cache_version, with_metrics=with_metrics)
+        )

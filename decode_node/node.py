@@ -127,9 +127,11 @@ class DecodeNode:
     def unsubscribe(self, router_id: str, sink: Sink) -> None:
         self._outbox.unsubscribe(router_id, sink)
 
-    def status(self, router_id: str, cache_version: int | None = None) -> Future[NodeStatus]:
+    def status(
+        self, router_id: str, cache_version: int | None = None, *, with_metrics: bool = True
+    ) -> Future[NodeStatus]:
         """Gauges, what is cached since that version of a report, and the router's sign of life."""
-        return self._loop.call(lambda: self._status(router_id, cache_version))
+        return self._loop.call(lambda: self._status(router_id, cache_version, with_metrics))
 
     def turn_here(self) -> float:
         """One turn of a node that was not started, in the caller's thread: for tests."""
@@ -338,7 +340,7 @@ class DecodeNode:
         chunk = TokenChunk(stream.request_id, token_ids, position=position, **outcome)
         self._outbox.put(stream.router_id, chunk)
 
-    def _status(self, router_id: str, cache_version: int | None) -> NodeStatus:
+    def _status(self, router_id: str, cache_version: int | None, with_metrics: bool) -> NodeStatus:
         self._routers.sign(router_id)
         pending, running = len(self._grants.pending()), len(self._grants.running())
         for state, count in (
@@ -353,7 +355,7 @@ class DecodeNode:
             running=running,
             waiting=pending,
             pools=self.runner.manager.usage(),
-            metrics=self.metrics.families(),
+            metrics=self.metrics.families() if with_metrics else (),
             cached=self.runner.manager.report(cache_version),
             clock_s=self._clock(),
             requests=tuple(stream.request_id for stream in self._grants.of_router(router_id)),

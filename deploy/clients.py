@@ -37,8 +37,10 @@ class RayPrefillClient:
     async def abort(self, request_id: str) -> None:
         await call(self.info.node_id, self._actor.abort.remote(request_id))
 
-    async def status(self, router_id: str, cache_version: int | None = None) -> NodeStatus:
-        status = self._actor.status.remote(router_id, cache_version)
+    async def status(
+        self, router_id: str, cache_version: int | None = None, *, with_metrics: bool = True
+    ) -> NodeStatus:
+        status = self._actor.status.remote(router_id, cache_version, with_metrics=with_metrics)
         return await call(self.info.node_id, status)
 
 
@@ -68,8 +70,10 @@ class RayDecodeClient:
             if not ended:  # the router lost interest, or the node died: end the call there too
                 ray.cancel(stream)
 
-    async def status(self, router_id: str, cache_version: int | None = None) -> NodeStatus:
-        status = self._actor.status.remote(router_id, cache_version)
+    async def status(
+        self, router_id: str, cache_version: int | None = None, *, with_metrics: bool = True
+    ) -> NodeStatus:
+        status = self._actor.status.remote(router_id, cache_version, with_metrics=with_metrics)
         return await call(self.info.node_id, status)
 
 

@@ -90,8 +90,10 @@ class NodeActor(ABC):
         """Import the node's code and build the node; runs in a thread."""
 
     @only_our_errors
-    async def status(self, router_id: str, cache_version: int | None = None) -> NodeStatus:
-        return await self._face.status(router_id, cache_version)
+    async def status(
+        self, router_id: str, cache_version: int | None = None, *, with_metrics: bool = True
+    ) -> NodeStatus:
+        return await self._face.status(router_id, cache_version, with_metrics=with_metrics)
 
     async def alive(self) -> None:
         """Return when the node was stopped; the call fails when the process dies."""

@@ -117,7 +117,7 @@ class RayNode:
 
     async def _ping(self) -> NodeStatus:
         try:
-            status = self._call(self._actor.status.remote(CONTROLLER_ID))
+            status = self._call(self._actor.status.remote(CONTROLLER_ID, with_metrics=False))
             return await asyncio.wait_for(status, self._patience_s)
         except TimeoutError:
             raise NodeLost(

@@ -358,11 +358,14 @@ class PrefillClient(Protocol):
         """
         ...
 
-    async def status(self, router_id: str, cache_version: int | None = None) -> NodeStatus:
+    async def status(
+        self, router_id: str, cache_version: int | None = None, *, with_metrics: bool = True
+    ) -> NodeStatus:
         """The node's gauges; also this router's sign of life, without which the node frees.
 
         cache_version: of the last report of cached prefixes that the router has, 0 for none yet;
-        None if it wants no report.
+        None if it wants no report. with_metrics: not with a heartbeat, of which they would be the
+        most.
         """
         ...
 
@@ -396,7 +399,9 @@ class DecodeClient(Protocol):
         """
         ...
 
-    async def status(self, router_id: str, cache_version: int | None = None) -> NodeStatus: ...
+    async def status(
+        self, router_id: str, cache_version: int | None = None, *, with_metrics: bool = True
+    ) -> NodeStatus: ...
 
 
 class Cluster(Protocol):

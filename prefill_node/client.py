@@ -27,5 +27,9 @@ class AsyncPrefill:
     async def abort(self, request_id: str) -> None:
         await asyncio.wrap_future(self.node.abort(request_id))
 
-    async def status(self, router_id: str, cache_version: int | None = None) -> NodeStatus:
-        return await asyncio.wrap_future(self.node.status(router_id, cache_version))
+    async def status(
+        self, router_id: str, cache_version: int | None = None, *, with_metrics: bool = True
+    ) -> NodeStatus:
+        return await asyncio.wrap_future(
+            self.node.status(router_id, cache_version, with_metrics=with_metrics)
+        )

@@ -159,22 +159,24 @@ class PrefillNode:
         self._loop.call(mark).add_done_callback(lambda marked: pass_failure(marked, settled))
         return settled
 
-    def status(self, router_id: str, cache_version: int | None = None) -> Future[NodeStatus]:
+    def status(
+        self, router_id: str, cache_version: int | None = None, *, with_metrics: bool = True
+    ) -> Future[NodeStatus]:
         """Gauges, what is cached since that version of a report, and the router's sign of life."""
-        return self._loop.call(lambda: self._status(router_id, cache_version))
+        return self._loop.call(lambda: self._status(router_id, cache_version, with_metrics))
 
     def turn_here(self) -> float:
         """One turn of a node that was not started, in the caller's thread: for tests."""
         return self._loop.turn_here()
 
-    def _status(self, router_id: str, cache_version: int | None) -> NodeStatus:
+    def _status(self, router_id: str, cache_version: int | None, with_metrics: bool) -> NodeStatus:
         self._routers.sign(router_id)
         return NodeStatus(
             node_id=self.info.node_id,
             running=self._scheduler.num_running,
             waiting=self._scheduler.num_waiting,
             pools=self.runner.manager.usage(),
-            metrics=self.metrics.families(),
+            metrics=self.metrics.families() if with_metrics else (),
             cached=self.runner.manager.report(cache_version),
             clock_s=self._clock(),
             requests=tuple(job.request.request_id for job in self._scheduler.of_router(router_id)),

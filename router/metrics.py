@@ -132,7 +132,7 @@ class RouterMetrics:
         for node in nodes:
             if node.status is not None:
                 own = {"node": node.node_id, "role": node.info.role.value}
-                yield from _labelled(node.status.metrics, own)
+                yield from _labelled(node.metrics, own)
 
     def _own_metrics(self) -> Iterator[Metric]:
         yield from self._registry.collect()

@@ -20,12 +20,14 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import random
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, Generic, TypeVar
 
 from sluice.cache.spec import unit_tokens
 from sluice.engine.protocol import (
     DecodeClient,
+    MetricFamily,
     NodeError,
     NodeInfo,
     NodeLost,
@@ -79,6 +81,7 @@ class RoutedNode(Generic[Client]):
         self.draining = False
         self.closed = False  # the cluster no longer names it
         self.status: NodeStatus | None = None
+        self.metrics: tuple[MetricFamily, ...] = ()  # as they were asked for last
         self.lost_because: str | None = None
         self.last_picked = 0  # order of picks, for the policy
         self.ledger = Ledger(
@@ -231,12 +234,12 @@ class RoutedNode(Generic[Client]):
         try:
             asked_at = asyncio.get_running_loop().time()
             async with asyncio.timeout(limit_s):
-                self._note(await self.call(self._ask()), asked_at)
+                self._note(await self.call(self._ask(with_metrics=True)), asked_at)
         except (NodeError, TimeoutError) as error:
             log_event(logger, "no_status", node=self.node_id, reason=error, level=logging.DEBUG)
 
-    def _ask(self) -> Coroutine[Any, Any, NodeStatus]:
-        return self.client.status(self._router_id, self.cached.version)
+    def _ask(self, *, with_metrics: bool = False) -> Coroutine[Any, Any, NodeStatus]:
+        return self.client.status(self._router_id, self.cached.version, with_metrics=with_metrics)
 
     def _note(self, status: NodeStatus, asked_at: float) -> None:
         now = asyncio.get_running_loop().time()
@@ -248,6 +251,7 @@ class RoutedNode(Generic[Client]):
             for stray in status.requests:
                 if not self.ledger.holds(stray):
                     self._background.spawn(self._end_stray(stray))
+        self.metrics = status.metrics or self.metrics
         self.cached.take(status.cached)
         if self._shared:
             before, ledger = self.ledger.num_others, self.ledger
@@ -298,6 +302,8 @@ class RoutedNode(Generic[Client]):
         self._on_change()
 
     async def _watch(self) -> None:
+        period_s = min(HEARTBEAT_S, self.lease_s / 4)
+        pause_s = random.uniform(0, period_s)  # the first: not all nodes at one moment
         while True:
             asked_at = asyncio.get_running_loop().time()
             try:
@@ -310,7 +316,8 @@ class RoutedNode(Generic[Client]):
             else:
                 if self.lost_because is not None:
                     self._recover()
-            await asyncio.sleep(min(HEARTBEAT_S, self.lease_s / 4))
+            await asyncio.sleep(pause_s)
+            pause_s = period_s
 
 
 class RoutedPrefill(RoutedNode[PrefillClient]):

@@ -106,8 +106,11 @@ class Remote:
         self.world.send(f"{what} -> {self.info.node_id}", arrive)
         return await answer
 
-    def status(self, router_id, cache_version=None):
-        return self._call("status", lambda: self.face.status(router_id, cache_version))
+    def status(self, router_id, cache_version=None, *, with_metrics=True):
+        return self._call(
+            "status",
+            lambda: self.face.status(router_id, cache_version, with_metrics=with_metrics),
+        )
 
 
 class RemotePrefill(Remote):

@@ -161,7 +161,9 @@ class ScriptedNode:
     def running(self) -> int:
         raise NotImplementedError
 
-    async def status(self, router_id: str, cache_version: int | None = None) -> NodeStatus:
+    async def status(
+        self, router_id: str, cache_version: int | None = None, *, with_metrics: bool = True
+    ) -> NodeStatus:
         await self.enter("status")
         pools = {"pages": {"free": self.info.num_pages[FULL], "used": 0, "cached": 0}}
         sample = ("sluice:transfer_bytes_total", {"pool": "pages"}, 7.0)
@@ -173,7 +175,7 @@ class ScriptedNode:
             self.running(),
             0,
             pools,
-            (family,),
+            (family,) if with_metrics else (),
             cached,
             now,
             self.held(router_id),
