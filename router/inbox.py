@@ -28,9 +28,12 @@ class Inbox:
         self.on_unread = on_unread
         self._position = position
         self._broken = False
-        self._oldest = 0.0  # when the first of those that wait came, time.monotonic()
         self._waiting: deque[TokenChunk | NodeError] = deque()
         self._filled = asyncio.Event()
+        # Times are of time.monotonic().
+        self._oldest = 0.0  # when the first of those that wait came
+        self._away_since: float | None = None  # the reader; None before it can come, or while here
+        self._missed_at: float | None = None  # when it was found to be away too long
 
     def put(self, arrived: TokenChunk | NodeError) -> None:
         """Keep it for the reader, unless it came before; an error is the last that is kept."""
@@ -59,17 +62,32 @@ class Inbox:
         self._waiting.append(arrived)
         self._filled.set()
 
-    @property
-    def unread_s(self) -> float:
-        """How long what came first has waited for its reader."""
-        return time.monotonic() - self._oldest if self._waiting else 0.0
+    def expect_reader(self) -> None:
+        """The reader can come from now on."""
+        self._away_since = time.monotonic()
+
+    def is_unread(self, limit_s: float) -> bool:
+        """Whether the reader has left what waits here for so long; to be asked with every chunk.
+
+        Found twice, some time apart: once is after a pause of our own, when it had no turn yet.
+        """
+        if not self._waiting or self._away_since is None:
+            return False
+        now = time.monotonic()
+        if now - max(self._oldest, self._away_since) <= limit_s:
+            return False
+        if self._missed_at is None:
+            self._missed_at = now
+        return now - self._missed_at > limit_s / 8
 
     async def get(self) -> TokenChunk:
         """The tokens that have come, waiting for the first; what failed comes after them.
 
         Raises the NodeError that was put in, or that a gap made.
         """
+        self._away_since = self._missed_at = None
         await self._filled.wait()
+        self._away_since = time.monotonic()
         first = self._waiting.popleft()
         if isinstance(first, NodeError):
             raise first

@@ -152,16 +152,27 @@ class RoutedNode(Generic[Client]):
         self.ledger.give_back(request_id)
 
     @contextlib.contextmanager
-    def judged(self) -> Iterator[None]:
-        """The block is an attempt on this node. What fails in it counts against the node."""
+    def blamed(self) -> Iterator[None]:
+        """The block is a part of an attempt on this node: if it fails, that counts against it.
+
+        A refusal, a preemption, a request's own fault or a cancel say nothing of the node, and one
+        that is lost is left alone for that.
+        """
         try:
             yield
-        except (Refused, Preempted):
+        except (Refused, Preempted, NodeLost):
             raise
         except NodeError as error:
             self.fail(error)
             raise
-        self.breaker.succeed()
+
+    def praise(self, request_id: str, *, ended: bool) -> None:
+        """The attempt has got tokens from this node. ended: and there is nothing left to do here,
+        which is what counts; whoever reads them need not come back for more."""
+        if ended:
+            self.breaker.succeed(request_id)
+        else:
+            self.breaker.get_on(request_id)
 
     def fail(self, error: NodeError) -> None:
         """A request has failed because of this node."""
@@ -407,7 +418,7 @@ class RoutedDecode(RoutedNode[DecodeClient]):
                 for chunk in step:
                     if (inbox := self._inboxes.get(chunk.request_id)) is not None:
                         inbox.put(chunk)
-                        if inbox.unread_s > UNREAD_LIMIT_S and chunk.finish_reason is None:
+                        if chunk.finish_reason is None and inbox.is_unread(UNREAD_LIMIT_S):
                             self._stop_unread(chunk.request_id, inbox)
         except NodeError as error:
             self.lose(str(error))

@@ -78,7 +78,7 @@ class Reservation:
     async def reserve(self) -> None:
         """Raises Refused or NodeLost, and NodeError if there is no answer within a lease."""
         decode, lease_s = self._decode, self._decode.lease_s
-        with decode.judged():
+        with decode.blamed():
             try:
                 async with asyncio.timeout(lease_s):
                     self._grant = await self._ask_for_grant()
@@ -103,14 +103,18 @@ class Reservation:
         assert self._prefill is not None, "a local prompt is not prefilled elsewhere"
         self._may_be_in_flight = self.computing = True
         request = replace(self._request, expires_at=self._prefill_until)
-        with self._prefill.judged():
+        with self._prefill.blamed():
             try:
                 result = await self._prefill.call(
                     self._prefill.client.run(request, self._grant), request.request_id
                 )
             except TransferFailed as error:
+                if self._decode.lost_because is not None:
+                    raise NodeLost(f"decode node {self._decode.node_id} was lost") from error
                 self._decode.fail(error)  # either end may be the broken one
                 raise
+        self._prefill.praise(self._request.request_id, ended=True)
+        self._inbox.expect_reader()
         if result.finish_reason is None:  # all pages have landed; earlier ends leave them behind
             self._may_be_in_flight = False
             self._prefill.give_back(self._request.request_id)
@@ -121,8 +125,9 @@ class Reservation:
         self.computing = True
         num_tokens = len(self._request.token_ids)
         num_tokens += not self.local  # the first came from prefill
-        with self._decode.judged():
+        with self._decode.blamed():
             async for chunk in self._decode.stream(self._inbox):
+                self._decode.praise(self._request.request_id, ended=chunk.finish_reason is not None)
                 num_tokens += len(chunk.token_ids)
                 self.num_decoded_tokens += len(chunk.token_ids)
                 self._decode.ledger.grow(self._request.request_id, num_tokens)

@@ -225,7 +225,7 @@ class ScriptedPrefill(ScriptedNode):
 
 
 class ScriptedDecode(ScriptedNode):
-    """`tokens_per_chunk` at a time. `die_after`, `error_after`: so many tokens of a request."""
+    """`tokens_per_chunk` at a time. `die_after`, `error_after`, `preempt_after`: tokens of one."""
 
     role = Role.DECODE
 
@@ -242,7 +242,9 @@ class ScriptedDecode(ScriptedNode):
         self.tokens_per_chunk = 1
         self.die_after: int | None = None
         self.error_after: int | None = None
+        self.preempt_after: int | None = None
         self.max_seen = 0
+        self.computed_here: list[GenerateRequest] = []  # prompts that prefill never saw
 
     def running(self) -> int:
         return len(self.grants)
@@ -268,10 +270,14 @@ class ScriptedDecode(ScriptedNode):
         self.max_seen = max(self.max_seen, len(self.grants))
         run = PageRun(0, tuple(range(need)))
         info = self.info
-        return PageGrant(
+        grant = PageGrant(
             grant_id, 1, info.node_id, info.incarnation, request.request_id,
             len(request.token_ids), {FULL: run}, 1.0,
         )  # fmt: skip
+        if request.local:
+            self.computed_here.append(request)
+            self.deliver(grant, request, request.emitted_token_ids)
+        return grant
 
     async def release(self, request_id: str, *, in_flight: bool) -> None:
         await self.enter("release")
@@ -312,6 +318,12 @@ class ScriptedDecode(ScriptedNode):
             if num_new == self.error_after:
                 self.error_after = None
                 stream.put_nowait([TokenChunk(request.request_id, (), error="step failed")])
+                return
+            if num_new == self.preempt_after:
+                self.preempt_after = None
+                stream.put_nowait(
+                    [TokenChunk(request.request_id, (), error="no page", preempted=True)]
+                )
                 return
             if self.die_after is not None and num_new >= self.die_after:
                 self.die()

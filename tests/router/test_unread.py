@@ -59,3 +59,37 @@ async def test_a_client_that_never_reads_is_let_go_with_a_log_line(world, monkey
     assert "event=parked request_id=" in caplog.text
     assert "event=not_read request_id=" in caplog.text
     await world.until(world.quiescent)
+
+
+async def test_an_answer_of_prefill_that_comes_late_is_not_the_clients_fault(world, caplog):
+    prefill, decode = world.prefills["prefill-0"], world.decodes["decode-0"]
+    world.script.plan = (7,) * 100
+    run, answered = prefill.run, asyncio.Event()
+
+    async def late(request, grant):
+        result = await run(request, grant)
+        await answered.wait()  # busy with its next step
+        return result
+
+    prefill.run = late
+    with caplog.at_level("INFO", logger="sluice"):
+        answer = asyncio.create_task(world.complete(max_tokens=100, ignore_eos=True))
+        await world.until(lambda: any(task.done() for task in decode.generating.values()))
+        await world.turns()  # all tokens have come, and nobody could read them
+        answered.set()
+        assert (await answer).json()["usage"]["completion_tokens"] == 100
+    assert decode.calls.count("reserve") == 1 and "event=parked" not in caplog.text
+
+
+async def test_a_parked_request_is_no_failure_of_anybody(world, monkeypatch):
+    world.script.plan = (7,) * 100
+    request = unread(world)
+    calls = world.decodes["decode-0"].calls
+    for _ in range(5):  # more often than attempts may fail
+        num_releases = calls.count("release")
+        for _ in range(3):
+            await request.messages.get()
+        await world.until(lambda before=num_releases: calls.count("release") > before)
+    monkeypatch.setattr(nodes, "UNREAD_LIMIT_S", 5.0)
+    assert "[DONE]" in await read_on(request)
+    assert all(not node.breaker.num_failures for node in world.service.nodes)
