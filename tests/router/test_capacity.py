@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 
-from sluice.engine.protocol import GenerateRequest, NodeLost, SamplingParams
+import pytest
+
+from sluice.engine.protocol import GenerateRequest, NodeLost, SamplingParams, Unavailable
 from sluice.router.prompt import Prompt
 
 
@@ -95,6 +97,119 @@ async def test_first_come_first_served(make_world):
     prefill.run = lambda request, grant: order.append(len(request.token_ids)) or run(request, grant)
     await asyncio.gather(*(world.complete([9] * size) for size in (40, 3, 60, 1)))
     assert order == [40, 3, 60, 1]
+
+
+async def test_a_large_request_claims_one_decode_node_and_the_rest_go_on(make_world):
+    world = await make_world()
+    world.add_prefill(max_running_requests=64)
+    ledgers = []
+    for number in range(8):
+        world.add_decode(f"decode-{number}", num_pages=16, max_running_requests=64)
+        ledgers.append(world.service.nodes.find(f"decode-{number}").ledger)
+        ledgers[-1].take("running", 9 * 16)  # 7 of 16 pages are free
+    large = asyncio.create_task(world.complete([9] * 60, max_tokens=120))  # starts with 8
+    await world.until(lambda: len(world.service.queue) == 1)
+    small = [world.complete([9] * 4, max_tokens=4) for _ in range(20)]
+    assert {answer.status_code for answer in await asyncio.gather(*small)} == {200}
+    assert not large.done()
+    for ledger in ledgers:
+        ledger.give_back("running")
+    assert (await large).status_code == 200
+    await world.until(world.quiescent)
+
+
+async def test_a_large_request_starts_however_many_small_ones_come_behind_it(make_world):
+    world = await make_world()
+    world.add_prefill(max_running_requests=2)
+    for number in range(2):
+        decode = world.add_decode(f"decode-{number}", num_pages=16, max_running_requests=8)
+        decode.gate.clear()
+    small = [asyncio.create_task(world.complete([9] * 60, max_tokens=20)) for _ in range(4)]
+    await world.until(lambda: sum(len(d.generating) for d in world.decodes.values()) == 4)
+    large = asyncio.create_task(world.complete([9] * 120, max_tokens=120))
+    for decode in world.decodes.values():
+        decode.gate.set()
+    while not large.done():
+        assert len(small) < 40, "overtaken by 36"
+        small += [asyncio.create_task(world.complete([9] * 60, max_tokens=20)) for _ in range(2)]
+        await asyncio.wait([large, *small[-2:]], return_when=asyncio.FIRST_COMPLETED)
+    assert {answer.status_code for answer in await asyncio.gather(large, *small)} == {200}
+
+
+async def test_a_request_that_outgrew_prefill_goes_on_where_decode_computes_it(make_world):
+    world = await make_world()
+    world.add_prefill(num_pages=4)  # 64 tokens
+    decode = world.add_decode(num_pages=16)
+    decode.preempt_after = 30
+    answer = await world.complete([9] * 40, max_tokens=100, ignore_eos=True)
+    assert answer.json()["usage"]["completion_tokens"] == 100
+    [request] = decode.computed_here
+    assert len(request.token_ids) == 40 + 1 + 30 and request.local
+    await world.until(world.quiescent)
+
+
+async def test_a_prompt_that_no_prefill_node_can_hold_is_refused_at_once(make_world):
+    world = await make_world()
+    prefill = world.add_prefill(num_pages=4)
+    world.add_decode(num_pages=16)
+    answer = await world.complete([9] * 65)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and "65 tokens, expected at most 64" in error["message"]
+    assert not prefill.calls
+
+
+async def test_a_request_cancelled_when_it_has_just_been_given_a_pair_returns_its_credit(world):
+    ledger = world.service.nodes.find("decode-0").ledger
+    ledger.take("everything", 64 * 16)
+    queue = world.service.queue
+    request = GenerateRequest("r", (9,) * 20, SamplingParams(max_tokens=8))
+    waiting = asyncio.create_task(queue.pair_for(request, queue.ticket()))
+    await world.until(lambda: len(queue) == 1)
+    ledger.give_back("everything")
+    await world.until(lambda: len(queue) == 0)
+    assert ledger.running == 1 and not waiting.done()  # it has the pair, and not had its turn
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    assert waiting.cancelled()
+    await world.until(world.quiescent)
+
+
+async def test_those_behind_a_request_that_leaves_may_have_what_it_waited_for(make_world):
+    world = await make_world()
+    world.add_prefill()
+    world.add_decode(num_pages=16)
+    world.service.nodes.find("decode-0").ledger.take("running", 9 * 16)
+    large = world.raw(prompt=[9] * 60, max_tokens=120)
+    await world.until(lambda: len(world.service.queue) == 1)
+    small = asyncio.create_task(world.complete())
+    await world.until(lambda: len(world.service.queue) == 2)
+    await large.leave()
+    assert (await small).status_code == 200
+
+
+async def test_a_stream_that_outgrows_its_promise_takes_the_room_of_others(make_world):
+    world = await make_world()
+    world.add_prefill()
+    decode = world.add_decode(num_pages=12)  # 192 tokens
+    ledger = world.service.nodes.find("decode-0").ledger
+    decode.tokens_per_chunk = 60
+    stream = world.raw(prompt=[9] * 16, max_tokens=170, ignore_eos=True, stream=True)
+    await world.until(lambda: sum(ledger.reserved_pages.values()) == 5)  # 16 + 64 tokens
+    await world.until(lambda: sum(ledger.reserved_pages.values()) > 8)
+    assert ledger.room_tokens() < 4 * 16
+    await stream.task
+    await world.until(world.quiescent)
+
+
+async def test_the_only_decode_node_takes_nothing_new_while_it_drains(world):
+    world.draining.add("decode-0")
+    world.publish()
+    assert (await world.complete()).status_code == 503
+    assert not world.decodes["decode-0"].calls
+    queue = world.service.queue
+    request = GenerateRequest("r", (9,) * 20, SamplingParams(max_tokens=8))
+    with pytest.raises(Unavailable):
+        await queue.pair_for(request, queue.ticket())
 
 
 async def test_a_draining_node_finishes_and_gets_nothing_new(world):
