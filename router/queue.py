@@ -34,10 +34,11 @@ from sluice.router.registry import MaxTokens, Nodes
 
 logger = logging.getLogger(__name__)
 
-# A long look is followed by four times as long for everything else, however many nodes and requests
-# there are. Shorter ones come with a change each, which costs more than they do.
-LONG_LOOK_S, MAX_REST_S = 0.001, 0.02
-LOOKS_SHARE = 0.2  # of the event loop's time
+# A look that takes this long goes on later where it can, and after one of more than LONG_LOOK_S the
+# rest of the router has its turn: looks take a third of its time, however many nodes and requests
+# there are. Shorter looks come with a change each, which costs more than they do.
+MAX_LOOK_S, LONG_LOOK_S, MAX_REST_S = 0.005, 0.001, 0.02
+LOOKS_SHARE = 1 / 3
 
 
 class Pair(NamedTuple):
@@ -109,6 +110,11 @@ class WaitingQueue:
         """Requests that could not start when they came."""
         return len(self._waiting) - len(self._newcomers)
 
+    @property
+    def settled(self) -> bool:
+        """Whether nothing has changed since the last look at those who wait."""
+        return self._next_look is None
+
     def ticket(self, priority: int = 0) -> Ticket:
         return Ticket((priority, next(self._arrivals)))
 
@@ -135,15 +141,18 @@ class WaitingQueue:
             self._next_look = asyncio.get_running_loop().call_later(rest_s, self._look)
 
     def _look(self) -> None:
-        began_s = time.thread_time()  # whatever else the machine does
+        began_s = time.thread_time()
         self._next_look = None
         self._sort_out_stranded()
-        self._start_those_who_can()
-        self._take_in_newcomers()
+        complete = self._start_those_who_can(began_s + MAX_LOOK_S)
+        if complete:
+            self._take_in_newcomers()
         taken_s = time.thread_time() - began_s
         if taken_s > LONG_LOOK_S:
             rest_s = min(MAX_REST_S, taken_s * (1 / LOOKS_SHARE - 1))
             self._rested_at = time.monotonic() + rest_s
+        if not complete:
+            self.wake()
 
     def _sort_out_stranded(self) -> None:
         """Find those whom no ready node could ever hold; they wait for one to return, or leave."""
@@ -173,19 +182,23 @@ class WaitingQueue:
             return False
         return prompt.on_decode.max_tokens <= max_tokens.decode
 
-    def _start_those_who_can(self) -> None:
+    def _start_those_who_can(self, until_s: float) -> bool:
+        """Whether all were looked at; those who started by then need not be looked at again."""
         waiting = [waiter for waiter in self._waiting if not waiter.stranded]
         any_local = any(waiter.prompt.local for waiter in waiting)
         if not any_local and not any(node.room_tokens() for node in self._nodes.prefill):
-            return
+            return True
         turn = Turn(self._policy, self._nodes.prefill, self._nodes.decode)
         for waiter in waiting:
             if turn.over or (turn.only_local and not any_local):
-                return
+                break
             if waiter.pair.done() or (turn.only_local and not waiter.prompt.local):
                 continue  # one that is done was cancelled just now: its own task takes it out
             if picked := turn.pick(waiter.prompt, waiter.ticket.avoid):
                 self._start(waiter, Pair(*picked))
+                if time.thread_time() >= until_s:
+                    return False
+        return True
 
     def _take_in_newcomers(self) -> None:
         """Those who did not start at once wait; beyond the limit the last to come are refused."""
