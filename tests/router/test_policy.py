@@ -44,9 +44,9 @@ class Node:
         return self
 
 
-def prompt_of(*token_ids: int, salt: str = "") -> Prompt:
-    request = GenerateRequest("r", token_ids, SamplingParams(max_tokens=10), cache_salt=salt)
-    return Prompt(request)
+def prompt_of(*token_ids: int, salt: str = "", local: bool = False) -> Prompt:
+    sampling = SamplingParams(max_tokens=10)
+    return Prompt(GenerateRequest("r", token_ids, sampling, cache_salt=salt, local=local))
 
 
 def turn_over(prefill, decode=None, policy="cache_aware", decode_policy="cache_aware"):
@@ -104,6 +104,24 @@ def test_nobody_passes_a_request_that_decode_has_no_room_for():
     decode.ledger.take("other", 999)
     turn = turn_over([Node("a")], [decode])
     assert turn.pick(PROMPT) is None and turn.over
+
+
+def test_the_first_in_line_keeps_its_room_on_decode_while_it_waits_for_prefill():
+    busy, decode = Node("busy"), Node("decode", max_outstanding_tokens=10_000)
+    busy.ledger.take("other", 100)
+    turn = turn_over([busy], [decode])
+    assert turn.pick(prompt_of(*range(600))) is None  # 610 of 1,000 are its own
+    assert turn.pick(prompt_of(*range(300), local=True)) == (None, decode)
+    decode.ledger.take("local", 310)
+    assert turn.pick(prompt_of(*range(90), local=True)) is None
+    assert turn.pick(prompt_of(*range(60), local=True)) is None  # behind the one before
+
+
+def test_a_busy_node_is_not_waited_for_where_nothing_is_saved():
+    full, idle = Node("full"), Node("idle")
+    full.ledger.take("other", 980, work_tokens=1)  # has pages for 20 tokens more
+    idle.ledger.take("other", 90)
+    assert turn_over([full, idle]).pick(PROMPT)[0] is idle
 
 
 def test_decode_is_chosen_by_the_share_that_the_request_adds():
