@@ -11,6 +11,7 @@ import logging
 import re
 import sys
 from datetime import UTC, datetime
+from typing import Any
 
 PAIR = re.compile(r"(\w+)=(.*?)(?=\s\w+=|$)", re.DOTALL)
 
@@ -24,13 +25,28 @@ def log_to_stderr(log_format: str, level: int = logging.INFO) -> None:
     handler.setFormatter(
         JsonLines()
         if log_format == "json"
-        else logging.Formatter(
-            "%(asctime)s %(levelname)s %(name)s %(message)s", "%Y-%m-%dT%H:%M:%S"
-        )
+        else TextLines("%(asctime)s %(levelname)s %(name)s %(message)s", "%Y-%m-%dT%H:%M:%S")
     )
     logger.addHandler(handler)
     logger.setLevel(level)
     logger.propagate = False
+
+
+class TextLines(logging.Formatter):
+    """Lines of which no part, whoever wrote it, ends the line or speaks to a terminal."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return _printable(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:
+        return "\n".join(_printable(line) for line in super().formatException(ei).split("\n"))
+
+
+def _printable(text: str) -> str:
+    """The text with everything that is no print written as JSON writes it."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)
 
 
 class JsonLines(logging.Formatter):
@@ -45,7 +61,7 @@ class JsonLines(logging.Formatter):
         }
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False, default=str)
+        return _printable(json.dumps(line, ensure_ascii=False, default=str))
 
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import logging
 
+MAX_SHOWN_CHARACTERS = 1000
+
 
 def log_event(
     logger: logging.Logger, event: str, *, level: int = logging.INFO, **fields: object
 ) -> None:
-    """Log `event=... key=value ...`; values with spaces are quoted.
+    """Log `event=... key=value ...`; values with spaces, or with what is no print, are quoted.
 
     Other formats find the pairs as they are in the record's `fields`.
     """
@@ -26,5 +28,8 @@ def log_event(
 
 
 def _shown(value: object) -> str:
+    """Clients have a say in some values: none may end the line, or write to a terminal."""
     text = f"{value:.4f}" if isinstance(value, float) else str(value)
-    return text if text.split() == [text] else repr(text)
+    if len(text) > MAX_SHOWN_CHARACTERS:
+        text = text[:MAX_SHOWN_CHARACTERS] + "..."
+    return text if text and text.isprintable() and " " not in text else repr(text)

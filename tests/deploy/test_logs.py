@@ -1,11 +1,11 @@
-"""JSON log lines: one object an event, whoever wrote it."""
+"""Log lines: one an event, whoever wrote it, as pairs or as a JSON object."""
 
 import json
 import logging
 
 import pytest
 
-from sluice.deploy.logs import JsonLines
+from sluice.deploy.logs import JsonLines, TextLines
 from sluice.router.events import log_event
 
 
@@ -52,3 +52,22 @@ def test_any_other_line_is_a_message_and_a_traceback_stays_in_its_line(lines):
         lines.log.exception("something failed")
     [line] = lines.written
     assert line["message"] == "something failed" and "RuntimeError: bug" in line["traceback"]
+
+
+HOSTILE = "\x1b]0;x\x07\x1b[2J\x00\x85\x9b\u202e\u2028\r\nevent=finished"
+
+
+@pytest.mark.parametrize("form", [JsonLines(), TextLines("%(name)s %(message)s")])
+def test_no_text_ends_its_line_or_speaks_to_a_terminal(form):
+    record = logging.makeLogRecord({"name": "sluice.test", "msg": f"event=x value={HOSTILE}"})
+    assert form.format(record).isprintable()
+    try:
+        raise ValueError(HOSTILE)
+    except ValueError as error:
+        record.exc_info = (type(error), error, error.__traceback__)
+    assert all(line.isprintable() for line in form.format(record).split("\n"))
+
+
+def test_json_lines_read_back_what_was_written():
+    record = logging.makeLogRecord({"fields": {"value": HOSTILE}})
+    assert json.loads(JsonLines().format(record))["value"] == HOSTILE
