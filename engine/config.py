@@ -127,6 +127,7 @@ class RouterConfig(Section):
     local_prefill_below_tokens: int = Field(0, ge=0)  # shorter prompts are computed on decode
     max_queue: int = Field(1024, ge=0)  # requests that may wait
     request_timeout_s: float = Field(600.0, gt=0)  # from arrival to last token
+    keep_alive_s: int = Field(75, gt=0)  # an idle connection stays; longer than clients keep theirs
     api_keys_file: Path | None = None  # `KEY` or `admin:KEY` a line
     tls_cert_file: Path | None = None  # PEM, with its chain: serve HTTPS
     tls_key_file: Path | None = None  # PEM, without a passphrase

@@ -14,8 +14,13 @@ async def read_body(request: Request) -> bytes:
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise WrongContentType(
-            f"content-type is {content_type!r}, expected 'application/json'; "
+            f"content-type is {content_type[:60]!r}, expected 'application/json'; "
             "with curl add -H 'content-type: application/json'"
+        )
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding != "identity":
+        raise WrongContentType(
+            f"content-encoding is {coding[:60]!r}, expected 'identity': send the JSON as it is"
         )
     declared = request.headers.get("content-length", "")
     _check_size(int(declared) if declared.isdecimal() else 0)

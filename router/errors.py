@@ -10,6 +10,8 @@ from starlette.responses import JSONResponse
 from sluice.engine.protocol import InvalidRequest, QueueFull, SluiceError, Unavailable
 
 RETRY_AFTER_S = 1
+MAX_MESSAGE_CHARACTERS = 2000
+MAX_PARAM_CHARACTERS = 200
 
 
 class BodyTooLarge(InvalidRequest):
@@ -35,7 +37,11 @@ class Forbidden(SluiceError):
 def error_body(
     message: str, *, status: int, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    """`{"error": {"message", "type", "param", "code"}}`."""
+    """`{"error": {"message", "type", "param", "code"}}`, with an end to what a client wrote."""
+    message, param = (
+        _cut(message, MAX_MESSAGE_CHARACTERS),
+        param and _cut(param, MAX_PARAM_CHARACTERS),
+    )
     return {"error": {"message": message, "type": _type_of(status), "param": param, "code": code}}
 
 
@@ -54,16 +60,25 @@ def response_of(error: SluiceError) -> JSONResponse:
     return JSONResponse(body_of(error), error.status, headers)
 
 
+def error_of_status(status: int, message: str) -> dict[str, Any]:
+    """For refusals that come from below the application; the code is the status in words."""
+    code = HTTPStatus(status).phrase.lower().replace(" ", "_")
+    return error_body(message, status=status, code=code)
+
+
 def response_of_status(status: int, message: str, headers: dict[str, str] | None) -> JSONResponse:
     """For refusals that come from the web framework, such as an unknown path."""
-    code = HTTPStatus(status).phrase.lower().replace(" ", "_")
-    return JSONResponse(error_body(message, status=status, code=code), status, headers)
+    return JSONResponse(error_of_status(status, message), status, headers)
 
 
 def internal_error() -> JSONResponse:
     """For a bug: the log has the details, the client gets the request id in the header."""
     message = "internal error; the server's log has the details under this x-request-id"
     return JSONResponse(error_body(message, status=500, code="internal_error"), 500)
+
+
+def _cut(text: str, max_characters: int) -> str:
+    return text if len(text) <= max_characters else text[:max_characters] + "..."
 
 
 def _type_of(status: int) -> str:

@@ -19,7 +19,8 @@ SANE_REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
 
 class Border:
-    """ASGI middleware. Sets `scope["state"]["request_id"]`, unique within the deployment.
+    """ASGI middleware. Brings `scope["path"]` into one form, and sets
+    `scope["state"]["request_id"]`, unique within the deployment.
 
     A client's own x-request-id is echoed as it is; inside it gets a unique end, so that two
     requests with the same header never meet.
@@ -33,6 +34,7 @@ class Border:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope = scope | {"path": _plain_path(scope["path"])}
         headers = dict(scope["headers"])
         shown, unique = _request_ids(headers.get(b"x-request-id", b""))
         scope.setdefault("state", {})["request_id"] = unique
@@ -59,6 +61,11 @@ class Border:
             if started:
                 raise  # the server then cuts the connection: nobody takes half an answer for one
             await internal_error()(scope, receive, send_with_id)
+
+
+def _plain_path(path: str) -> str:
+    """Without slashes that clients write twice or at the end: one path for keys and routes."""
+    return "/" + "/".join(part for part in path.split("/") if part)
 
 
 def _request_ids(given: bytes) -> tuple[bytes, str]:

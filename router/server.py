@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import ipaddress
 import logging
 import socket
@@ -13,6 +14,7 @@ import uvicorn
 
 from sluice.engine.protocol import ConfigError
 from sluice.router.app import create_app
+from sluice.router.connection import Connection, Connections
 from sluice.router.service import STOP_LIMIT_S, RouterService
 
 logger = logging.getLogger(__name__)
@@ -91,10 +93,13 @@ def _config(service: RouterService) -> uvicorn.Config:
     router = service.config.router
     config = uvicorn.Config(
         create_app(service),
+        http=functools.partial(Connection, shared=Connections()),  # type: ignore[arg-type]
+        ws="none",
         log_config=None,
         access_log=False,
         proxy_headers=False,  # nothing here depends on a client's address
         lifespan="off",
+        timeout_keep_alive=router.keep_alive_s,
         timeout_graceful_shutdown=5,  # by then the service has ended all requests
         ssl_certfile=router.tls_cert_file,
         ssl_keyfile=router.tls_key_file,
