@@ -70,7 +70,7 @@ def _function(rule: str, function: Schema) -> Iterator[str]:
     """Rules for one call of the function, from the line break before it."""
     schema = function.get("parameters") or {}
     properties = schema.get("properties") or {}
-    required = schema.get("required", ())
+    required = schema.get("required") or ()
     parts = [_text(NEW_LINE, f'<{v4.DSML}invoke name="{function["name"]}">', NEW_LINE)]
     for index, (name, value) in enumerate(properties.items()):
         parameter, optional = f"{rule}_{index}", "" if name in required else "?"
@@ -89,11 +89,18 @@ def _parameter(name: str, schema: Schema) -> str:
         return " | ".join(_text(head, AS_TEXT, c, v4.CLOSE_PARAMETER) for c in choices)
     as_text = f"{_text(head, AS_TEXT)} value"
     as_json = f"{_text(head, AS_JSON)} %json {_json(schema)} {_text(v4.CLOSE_PARAMETER)}"
-    if schema.get("type") == "string":
+    types = _types(schema)
+    if types == {"string"}:
         return as_text
-    if choices or schema.get("type") in NO_STRINGS:
+    if choices or (types and types <= NO_STRINGS):
         return as_json
     return f"{as_text} | {as_json}"
+
+
+def _types(schema: Schema) -> set[str]:
+    """Names of the types that the schema allows; none where it does not say."""
+    named = schema.get("type") or []
+    return {named} if isinstance(named, str) else set(named)
 
 
 def _with_definitions(value: Any, root: Schema) -> Schema:

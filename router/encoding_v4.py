@@ -16,6 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
+import jiter
+
 from sluice.engine.protocol import InvalidRequest
 from sluice.router import v4_text as v4
 from sluice.router.calls_v4 import calls_grammar
@@ -240,9 +242,12 @@ def _invoke(function: Mapping[str, str]) -> str:
 
 
 def _arguments(raw: str) -> dict[str, Any]:
-    """What is no JSON object is kept as one argument, as models are trained to see it."""
+    """What is no JSON object is kept as one argument, as models are trained to see it.
+
+    Not with json.loads, which takes NaN and halves of characters, and gives up on deep nesting.
+    """
     try:
-        arguments = json.loads(raw)
+        arguments = jiter.from_json(raw.encode(), allow_inf_nan=False)
     except ValueError:
         arguments = None
     return arguments if isinstance(arguments, dict) else {"arguments": raw}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -80,7 +81,50 @@ def _function(value: Any) -> Any:
         raise ValueError("name: expected a string that is not empty")
     if not isinstance(value.get("parameters", {}), dict | None):
         raise ValueError("parameters: expected a JSON schema")
+    _check_shape(value.get("parameters") or {}, "parameters")
     return value
+
+
+def _check_shape(schema: dict[str, Any], place: str) -> None:
+    """Raises ValueError where the parts of a JSON schema that we read are no such parts.
+
+    A part that is null counts as left out, as serializers write it.
+    """
+    for name, (fits, expectation) in SHAPES.items():
+        part = schema.get(name)
+        if part is not None and not fits(part):
+            raise ValueError(f"{place}.{name}: expected {expectation}")
+    for name, part in (schema.get("properties") or {}).items():
+        if not isinstance(part, dict | bool):
+            raise ValueError(f"{place}.properties.{name}: expected a JSON schema")
+        if isinstance(part, dict):
+            _check_shape(part, f"{place}.properties.{name}")
+
+
+def _is_name_or_names(value: Any) -> bool:
+    return isinstance(value, str) or _is_names(value)
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list)
+
+
+SHAPES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "type": (_is_name_or_names, "the name of a type or a list of them"),
+    "properties": (_is_object, "an object of JSON schemas"),
+    "required": (_is_names, "a list of names"),
+    "enum": (_is_list, "a list of values"),
+    "$defs": (_is_object, "an object of JSON schemas"),
+    "definitions": (_is_object, "an object of JSON schemas"),
+}
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,16 @@ Three kinds of fields are let through without effect, as OpenAI's clients send t
 
 from __future__ import annotations
 
+import math
+import reprlib
 from typing import Any, TypeVar
 
+import jiter
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails, from_json
+from pydantic_core import ErrorDetails
 
 from sluice.engine.protocol import InvalidRequest
-from sluice.router.schemas import GenerationSchema, Schema
+from sluice.router.schemas import UNKNOWN_FIELD, GenerationSchema, Schema
 
 IGNORED = (
     "user",
@@ -40,35 +43,60 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 AS_WRITTEN = frozenset({"tools", "response_format"})  # hold JSON schemas, where null is a value
-MAX_SHOWN_CHARACTERS = 60
+
+SHORT = reprlib.Repr()  # of values of any size, without writing all of it
+SHORT.maxstring = SHORT.maxlong = SHORT.maxother = 60
+SHORT.maxlevel = 3
 
 S = TypeVar("S", bound=Schema)
 
 
 def parse(schema: type[S], body: bytes) -> S:
     """Check a JSON body. Raises InvalidRequest naming the field, its value and the expectation."""
+    return check(schema, read_object(body))
+
+
+def read_object(body: bytes) -> dict[str, Any]:
+    """A body's fields. Raises InvalidRequest for what is no JSON object.
+
+    So is what readers take in different ways, such as a key twice, and what Python's own reader
+    would take longer for than it took to send: numbers of thousands of digits, nesting without end.
+    """
     try:
-        data = from_json(body, allow_inf_nan=False)
+        data = jiter.from_json(body, allow_inf_nan=False, catch_duplicate_keys=True)
     except ValueError as error:
         raise InvalidRequest(f"body: not valid JSON: {error}") from error
     if not isinstance(data, dict):
         raise InvalidRequest(f"body: got {_shown(data)}, expected a JSON object")
+    return data
+
+
+def check(schema: type[S], data: dict[str, Any]) -> S:
+    """Check a body's fields. Raises InvalidRequest as `parse` does, for the first fault."""
     try:
         return schema.model_validate(_without_neutral(schema, _without_null(data)))
     except ValidationError as error:
         raise _explain(error.errors(include_url=False)[0]) from error
 
 
-def _without_null(value: Any) -> Any:
-    """Drop fields that are null; a null among list items stays, and is refused where it matters."""
+def _without_null(value: Any, *, as_written: bool = False) -> Any:
+    """Drop fields that are null; a null among list items stays, and is refused where it matters.
+
+    as_written: keep them. Raises InvalidRequest for numbers that are none, such as 1e999.
+    """
     if isinstance(value, dict):
         return {
-            key: item if key in AS_WRITTEN else _without_null(item)
+            key: _without_null(item, as_written=as_written or key in AS_WRITTEN)
             for key, item in value.items()
-            if item is not None
+            if as_written or item is not None
         }
     if isinstance(value, list):
-        return [_without_null(item) for item in value]
+        return [
+            item if type(item) in (int, str) else _without_null(item, as_written=as_written)
+            for item in value
+        ]
+    if isinstance(value, float) and not math.isfinite(value):
+        raise InvalidRequest("body: a number is too large to be one, leave it out")
     return value
 
 
@@ -106,7 +134,8 @@ def _explain(problem: ErrorDetails) -> InvalidRequest:
     kind, value = problem["type"], problem["input"]
     if kind == "missing":
         return InvalidRequest(f"{param}: missing, it is required", param=param)
-    if kind == "extra_forbidden":
+    if kind == UNKNOWN_FIELD:
+        param = ".".join(part for part in (param, problem["ctx"]["field"]) if part)
         return InvalidRequest(f"{param}: unknown field, leave it out", param=param)
     if kind == "value_error":
         message = str(problem["ctx"]["error"])
@@ -118,5 +147,4 @@ def _explain(problem: ErrorDetails) -> InvalidRequest:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= MAX_SHOWN_CHARACTERS else text[:MAX_SHOWN_CHARACTERS] + "..."
+    return SHORT.repr(value)

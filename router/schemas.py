@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from sluice.router.fields import Choice, Function, LogitBias, Prompts, Stop, Text, ToolChoice
 from sluice.router.v4_text import TASKS
@@ -18,8 +20,37 @@ MAX_PRIORITY = 1000
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max", "ultra"]
 
 
+UNKNOWN_FIELD = "unknown_field"
+
+T = TypeVar("T")
+
+
+class _First(FailFast):
+    """FailFast that may stand in a union."""
+
+    __hash__ = object.__hash__
+
+
+# pydantic would describe what is wrong with each of a million items.
+List = Annotated[list[T], _First()]
+
+
 class Schema(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_fields(cls, data: Any) -> Any:
+        """One error for the first unknown field, instead of one for each."""
+        if isinstance(data, dict) and not data.keys() <= (known := _names(cls)):
+            name = next(name for name in data if name not in known)
+            raise PydanticCustomError(UNKNOWN_FIELD, "unknown field", {"field": name})
+        return data
+
+
+@functools.cache
+def _names(schema: type[Schema]) -> frozenset[str]:
+    return frozenset(field.alias or name for name, field in schema.model_fields.items())
 
 
 class FunctionCall(Schema):
@@ -44,9 +75,9 @@ class ChatMessage(Schema):
     content: Text | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: List[ToolCall] | None = None
     tool_call_id: str | None = None
-    tools: list[Tool] | None = None
+    tools: List[Tool] | None = None
     prefix: Literal[True] | None = None  # of the last message: go on with this answer
     task: str | None = None  # of a user's message: a quick instruction
 
@@ -128,7 +159,7 @@ class GenerationSchema(Schema):
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)  # in the queue the lower goes first
     cache_salt: str = Field("", max_length=MAX_SALT_CHARACTERS)  # others share nothing cached
     stop: Stop = []
-    stop_token_ids: list[int] = []
+    stop_token_ids: List[int] = []
     ignore_eos: bool = False
     response_format: ResponseFormat = ResponseFormat(type="text")
     stream: bool = False
@@ -166,8 +197,8 @@ class Thinking(Schema):
 
 
 class ChatRequest(GenerationSchema):
-    messages: list[ChatMessage] = Field(min_length=1)
-    tools: list[Tool] = []
+    messages: List[ChatMessage] = Field(min_length=1)
+    tools: List[Tool] = []
     tool_choice: Choice = ToolChoice()
     parallel_tool_calls: bool = True
     thinking: Thinking | None = None
@@ -234,7 +265,7 @@ class TokenizeRequest(Schema):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = Field(None, min_length=1)
+    messages: List[ChatMessage] | None = Field(None, min_length=1)
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
 
@@ -247,7 +278,7 @@ class TokenizeRequest(Schema):
 
 class DetokenizeRequest(Schema):
     model: str | None = None
-    tokens: list[int]
+    tokens: List[int]
 
 
 class ScaleRequest(Schema):
