@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from sluice.engine.protocol import NodeEntry, NodeState, Role, Unavailable
-from sluice.router.body import read_body
+from sluice.router.body import MAX_SMALL_BODY_BYTES
 from sluice.router.errors import response_of
 from sluice.router.openapi import openapi
 from sluice.router.parsing import parse
@@ -39,12 +39,14 @@ def admin_routes(service: RouterService) -> list[Route]:
         return JSONResponse(await cluster_status(service))
 
     async def scale(request: Request) -> Response:
-        schema = parse(ScaleRequest, await read_body(request))
+        async with service.bodies.read(request, MAX_SMALL_BODY_BYTES) as body:
+            schema = parse(ScaleRequest, body)
         await service.cluster.scale(Role(schema.role), schema.replicas)
         return await status(request)
 
     async def drain(request: Request) -> Response:
-        schema = parse(DrainRequest, await read_body(request))
+        async with service.bodies.read(request, MAX_SMALL_BODY_BYTES) as body:
+            schema = parse(DrainRequest, body)
         await service.cluster.drain(schema.node)
         return await status(request)
 

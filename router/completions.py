@@ -5,26 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from sluice.router.admission import Asked, check_json_schema, check_token_ids, make_jobs
-from sluice.router.body import read_body
+from sluice.router.admission import Asked, check_json_schema, make_jobs
 from sluice.router.choices import ChatChoice, Choice, TextChoice
-from sluice.router.conversation import ChatOptions, Message
 from sluice.router.merge import merged
-from sluice.router.parsing import parse
+from sluice.router.reading import conversation
 from sluice.router.responses import Answer
-from sluice.router.schemas import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
 from sluice.router.service import Job, RouterService
 from sluice.router.streaming import EventStream, unless_gone
 from sluice.router.text import Delta
@@ -35,14 +27,17 @@ T = TypeVar("T")
 
 
 def completion_routes(service: RouterService) -> list[Route]:
+    async def read_as(reader: Callable[[bytes], Awaitable[T]], request: Request) -> T:
+        async with service.bodies.read(request) as body:  # which nobody holds afterwards
+            return await reader(body)
+
     async def chat(request: Request) -> Response:
         arrived = time.monotonic()
-        body = await read_body(request)
-        schema = parse(ChatRequest, body)
+        read = await read_as(service.readers.chat, request)
+        schema = read.schema
         service.check_model(schema.model)
-        messages, options = _conversation(schema)
-        prompt = await _encode(body, lambda: service.encoder.encode_chat(messages, options))
-        grammar = await _encode(body, lambda: service.encoder.grammar(messages, options))
+        messages, options = conversation(schema)
+        grammar = await _encode(read.body, lambda: service.encoder.grammar(messages, options))
 
         def choice(index: int) -> Choice:
             return ChatChoice(
@@ -54,9 +49,9 @@ def completion_routes(service: RouterService) -> list[Route]:
 
         asked = Asked(
             request.state.request_id,
-            body,
+            read.body,
             schema,
-            [prompt],
+            read.prompts,
             arrived,
             request.headers.get("traceparent", ""),
             grammar,
@@ -66,24 +61,23 @@ def completion_routes(service: RouterService) -> list[Route]:
 
     async def complete(request: Request) -> Response:
         arrived = time.monotonic()
-        body = await read_body(request)
-        schema = parse(CompletionRequest, body)
+        read = await read_as(service.readers.completion, request)
+        schema = read.schema
         service.check_model(schema.model)
-        prompts = await _encode(body, lambda: [_prompt(service, p) for p in schema.prompt])
 
         def choice(index: int) -> Choice:
             return TextChoice(
                 index,
                 service.token_texts,
-                prefix=_shown(service, schema.prompt[index // schema.n]) if schema.echo else "",
+                prefix=read.shown[index // schema.n] if schema.echo else "",
                 with_logprobs=schema.logprobs is not None,
             )
 
         asked = Asked(
             request.state.request_id,
-            body,
+            read.body,
             schema,
-            prompts,
+            read.prompts,
             arrived,
             request.headers.get("traceparent", ""),
         )
@@ -97,20 +91,16 @@ def completion_routes(service: RouterService) -> list[Route]:
         return JSONResponse(_model(service))
 
     async def tokenize(request: Request) -> Response:
-        body = await read_body(request)
-        schema = parse(TokenizeRequest, body)
-        service.check_model(schema.model)
-        token_ids = await _encode(body, lambda: _tokenize(service, schema))
+        model, count, tokens = await read_as(service.readers.tokenize, request)
+        service.check_model(model)
         max_model_len = service.checkpoint.max_model_len
-        return JSONResponse(
-            {"tokens": token_ids, "count": len(token_ids), "max_model_len": max_model_len}
-        )
+        text = f'{{"tokens": {tokens}, "count": {count}, "max_model_len": {max_model_len}}}'
+        return Response(text, media_type="application/json")
 
     async def detokenize(request: Request) -> Response:
-        schema = parse(DetokenizeRequest, await read_body(request))
-        service.check_model(schema.model)
-        check_token_ids(service, schema.tokens, "tokens")
-        return JSONResponse({"prompt": service.encoder.decode(schema.tokens)})
+        model, text = await read_as(service.readers.detokenize, request)
+        service.check_model(model)
+        return JSONResponse({"prompt": text})
 
     return [
         Route("/v1/chat/completions", chat, methods=["POST"]),
@@ -163,36 +153,6 @@ async def _events(
 async def _encode(body: bytes, encode: Callable[[], T]) -> T:
     """Run an encoding where it holds nobody up."""
     return encode() if len(body) < LONG_BODY_BYTES else await asyncio.to_thread(encode)
-
-
-def _conversation(schema: ChatRequest) -> tuple[list[Message], ChatOptions]:
-    response = schema.response_format
-    options = ChatOptions(
-        tools=tuple(tool.function for tool in schema.tools if schema.tool_choice.mode != "none"),
-        must_call=schema.must_call,
-        parallel_calls=schema.parallel_tool_calls,
-        thinking=None if schema.thinking is None else schema.thinking.type == "enabled",
-        effort=schema.reasoning_effort,
-        json_schema=response.schema_text,
-        show_schema=response.type == "json_schema",
-    )
-    return [message.plain() for message in schema.messages], options
-
-
-def _prompt(service: RouterService, prompt: str | list[int]) -> tuple[int, ...]:
-    return service.encoder.encode_text(prompt) if isinstance(prompt, str) else tuple(prompt)
-
-
-def _shown(service: RouterService, prompt: str | list[int]) -> str:
-    return prompt if isinstance(prompt, str) else service.encoder.decode(prompt)
-
-
-def _tokenize(service: RouterService, schema: TokenizeRequest) -> tuple[int, ...]:
-    if schema.messages is not None:
-        options = ChatOptions(add_generation_prompt=schema.add_generation_prompt)
-        return service.encoder.encode_chat([m.plain() for m in schema.messages], options)
-    assert schema.prompt is not None, "the schema demands one of the two"
-    return service.encoder.encode_text(schema.prompt, add_special_tokens=schema.add_special_tokens)
 
 
 def _model(service: RouterService) -> dict[str, Any]:

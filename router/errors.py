@@ -34,6 +34,16 @@ class Forbidden(SluiceError):
     code = "admin_key_required"
 
 
+class TooManyLargeBodies(Unavailable):
+    code = "too_many_large_bodies"
+
+
+class TemplateFailed(SluiceError):
+    """The checkpoint's own chat template does not come to an end."""
+
+    code = "chat_template_failed"
+
+
 def error_body(
     message: str, *, status: int, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:

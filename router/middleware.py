@@ -34,7 +34,7 @@ class Border:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        scope = scope | {"path": _plain_path(scope["path"])}
+        scope = {**scope, "path": _plain_path(scope["path"])}
         headers = dict(scope["headers"])
         shown, unique = _request_ids(headers.get(b"x-request-id", b""))
         scope.setdefault("state", {})["request_id"] = unique

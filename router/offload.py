@@ -173,7 +173,7 @@ class _Helper:
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", COMMAND, *sys.path],
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,  # native code writes clients' texts there
             )

@@ -64,7 +64,7 @@ class RunningServer:
 async def serve(service: RouterService, host: str, port: int) -> RunningServer:
     """Bind, start the service, and return once requests are taken. Port 0: any free one.
 
-    Raises ConfigError if the address or the certificate cannot be used.
+    Raises ConfigError if the address, the certificate or the chat template cannot be used.
     """
     listener = bind(host, port, shared=service.config.router.replicas > 1)
     if not service.api_keys and not _is_loopback(host):
@@ -75,8 +75,10 @@ async def serve(service: RouterService, host: str, port: int) -> RunningServer:
         )
     try:
         server = _Server(_config(service))
-    except ConfigError:
+        await service.readers.warm()
+    except BaseException:
         listener.close()
+        await service.readers.close()
         raise
     await service.start()
     task = asyncio.create_task(server.serve(sockets=[listener]))

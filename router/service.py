@@ -32,6 +32,7 @@ from sluice.engine.tracing import Span, begin_span
 from sluice.router.accounting import recorded
 from sluice.router.auth import read_api_keys
 from sluice.router.background import Background
+from sluice.router.body import Bodies
 from sluice.router.canary import Canary
 from sluice.router.chat import ChatEncoder
 from sluice.router.checkpoint import read_checkpoint
@@ -39,6 +40,7 @@ from sluice.router.dispatch import Dispatcher, Tokens
 from sluice.router.metrics import RouterMetrics
 from sluice.router.policy import Policy
 from sluice.router.queue import WaitingQueue
+from sluice.router.readers import Readers
 from sluice.router.registry import Nodes
 from sluice.router.reservation import CALL_LIMIT_S
 from sluice.router.text import Delta, OutputText
@@ -89,6 +91,8 @@ class RouterService:
         self.cluster = cluster
         self.checkpoint = read_checkpoint(config.model)
         self.encoder = ChatEncoder(self.checkpoint)
+        self.readers = Readers(self.encoder, config.model, self.checkpoint.max_model_len)
+        self.bodies = Bodies()
         self.token_texts = TokenTexts(self.checkpoint.tokenizer)
         self.api_keys = read_api_keys(config.router.api_keys_file)
         self.model_name = config.model.served_name
@@ -152,6 +156,7 @@ class RouterService:
         if self.canary is not None:
             await self.canary.close(CALL_LIMIT_S)
         await self._background.drain(2 * CALL_LIMIT_S)
+        await self.readers.close()
         self.troubles.close()
 
     def set_nodes(

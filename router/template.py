@@ -1,9 +1,15 @@
-"""TemplateFormat: conversations as the checkpoint's own Jinja template writes them."""
+"""TemplateFormat: conversations as the checkpoint's own Jinja template writes them.
+
+A template is a program: it may loop for ever, fill the memory, or raise anything. It is compiled,
+which computes its constants, where it first renders, and that is in a helper process (readers.py).
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -15,17 +21,52 @@ from sluice.engine.protocol import ConfigError, InvalidRequest
 from sluice.router.conversation import ChatOptions, Message, OutputParser, PlainParser
 
 FIELDS = frozenset({"role", "content", "name"})  # of a message; templates differ in all others
+MAX_REASON_CHARACTERS = 300
+TRIALS = (("user",), ("system", "user"), ("user", "assistant", "user"))
+
+
+class Refused(jinja2.TemplateError):
+    """The template itself says what is wrong with the messages."""
 
 
 class TemplateFormat:
     """Raises ConfigError for a template that is no Jinja. `source` None: every chat is refused."""
 
     def __init__(self, source: str | None, *, bos_token: str, eos_token: str) -> None:
-        self._template = _compile(source)
+        self._source = source
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
+        if source is not None:
+            with _faults_named():
+                _environment().parse(source)
+
+    @property
+    def has_template(self) -> bool:
+        return self._source is not None
+
+    @functools.cached_property
+    def _template(self) -> jinja2.Template:
+        return _environment().from_string(self._source or "")
+
+    def try_out(self) -> None:
+        """Render a few words. Raises ConfigError if that fails, other than by the template's will.
+
+        It may also never return, or end its process.
+        """
+        options, fault = ChatOptions(), None
+        with _faults_named():
+            assert self._template is not None, "it compiles"
+        for roles in TRIALS:
+            try:
+                self.render([{"role": role, "content": "Hello"} for role in roles], options)
+                return
+            except InvalidRequest as error:
+                fault = error
+                if isinstance(error.__cause__, Refused):
+                    return
+        raise ConfigError(f"chat template of the checkpoint: {fault}")
 
     def render(self, messages: Sequence[Message], options: ChatOptions) -> str:
-        if self._template is None:
+        if not self.has_template:
             raise InvalidRequest(
                 "messages: this checkpoint has no chat template; use /v1/completions, or put a "
                 "chat_template into its tokenizer_config.json",
@@ -39,9 +80,11 @@ class TemplateFormat:
                 add_generation_prompt=options.add_generation_prompt and begun is None,
                 **self._tokens,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError) as error:
+        except MemoryError:
+            raise  # not a word about the messages
+        except Exception as error:
             raise InvalidRequest(
-                f"messages: the chat template rejects them: {error}", param="messages"
+                f"messages: the chat template rejects them: {_reason(error)}", param="messages"
             ) from error
         return text if begun is None else _up_to(text, begun)
 
@@ -92,24 +135,35 @@ def _check(messages: Sequence[Message], options: ChatOptions) -> None:
         )
 
 
-def _compile(source: str | None) -> jinja2.Template | None:
-    """The environment that chat templates are written for. Raises ConfigError."""
-    if source is None:
-        return None
+def _environment() -> ImmutableSandboxedEnvironment:
+    """The environment that chat templates are written for."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+@contextlib.contextmanager
+def _faults_named() -> Iterator[None]:
+    """Raises ConfigError for whatever Jinja has to say about a template."""
     try:
-        return environment.from_string(source)
-    except jinja2.TemplateError as error:
-        raise ConfigError(f"chat template of the checkpoint: {error}") from error
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"chat template of the checkpoint: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    text = str(error)[:MAX_REASON_CHARACTERS]
+    return text if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {text}"
 
 
 def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
+    raise Refused(message)
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:

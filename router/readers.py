@@ -1,0 +1,153 @@
+"""Readers: bodies to token ids, whatever is in them, without holding up anybody else.
+
+Short ones are read at once, in the event loop. Longer ones are read in helper processes: `medium`
+ones do not wait behind `long` ones. A checkpoint's own chat template is code that we do not know,
+so it runs in helper processes only, of which short conversations have one to themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from sluice.engine.config import ModelConfig
+from sluice.engine.protocol import ConfigError, InvalidRequest
+from sluice.router import reading
+from sluice.router.chat import ChatEncoder
+from sluice.router.conversation import ChatOptions, Message
+from sluice.router.errors import TemplateFailed
+from sluice.router.offload import GivenUp, Offload
+from sluice.router.parsing import parse
+from sluice.router.reading import Ids
+from sluice.router.schemas import ChatRequest, CompletionRequest, TokenizeRequest
+
+SHORT_BYTES = 4 << 10  # 3 ms with a large vocabulary; a helper process is reached in 0.3 ms
+MEDIUM_BYTES = 128 << 10  # 0.1 s
+MAX_WAITING = 256
+LIMIT_S = 2.0  # of CPU time, and as much more as the slowest text takes
+BYTES_PER_S = 250_000
+MAX_BYTES = 192 << 20
+MAX_BYTES_PER_TOKEN = 600  # a text of a token's five characters, at what tokenizing takes for each
+
+S = TypeVar("S", ChatRequest, CompletionRequest)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Read(Generic[S]):
+    """A body as it was read. shown: prompts that the answer begins with, none if it does not.
+
+    body, schema: without the text of messages and prompts, if they were long.
+    """
+
+    body: bytes
+    schema: S
+    prompts: list[Ids]
+    shown: list[str]
+
+
+class Readers:
+    """For one checkpoint and one event loop. Helper processes start with their first body."""
+
+    def __init__(self, encoder: ChatEncoder, model: ModelConfig, max_model_len: int) -> None:
+        self._encoder = encoder
+
+        def helpers(max_bytes: int = MAX_BYTES) -> Offload:
+            return Offload(
+                1,
+                max_bytes=max_bytes,
+                max_waiting=MAX_WAITING,
+                setup=reading.load,
+                setup_args=(model,),
+            )
+
+        self._short, self._medium = helpers(), helpers()
+        self._long = helpers(max(MAX_BYTES, MAX_BYTES_PER_TOKEN * max_model_len))
+
+    async def warm(self) -> None:
+        """Start the helper processes that most requests need, if they need one.
+
+        Raises ConfigError if the checkpoint's chat template cannot be used.
+        """
+        if not self._encoder.has_template:
+            return
+        await self._short.start()
+        try:
+            await self._short.run(reading.try_template, limit_s=LIMIT_S)
+        except GivenUp as error:
+            raise ConfigError(
+                f"chat template of the checkpoint: to render a few words, {error}"
+            ) from error
+
+    async def close(self) -> None:
+        for helpers in (self._short, self._medium, self._long):
+            await helpers.close()
+
+    async def chat(self, body: bytes) -> Read[ChatRequest]:
+        """Raises InvalidRequest, or TemplateFailed."""
+        if len(body) > SHORT_BYTES:
+            rest, prompts = await self._read(reading.read_chat, body, field="messages")
+            return Read(rest, parse(ChatRequest, rest), reading.unpacked(prompts), [])
+        schema = parse(ChatRequest, body)
+        ids = await self._chat_ids(*reading.conversation(schema))
+        return Read(body, schema, [ids], [])
+
+    async def completion(self, body: bytes) -> Read[CompletionRequest]:
+        """Raises InvalidRequest."""
+        if len(body) <= SHORT_BYTES:
+            schema = parse(CompletionRequest, body)
+            prompts = reading.completion_ids(self._encoder, schema)
+            return Read(body, schema, prompts, reading.shown_prompts(self._encoder, schema))
+        rest, packed, shown = await self._read(reading.read_completion, body, field="prompt")
+        return Read(rest, parse(CompletionRequest, rest), reading.unpacked(packed), shown)
+
+    async def tokenize(self, body: bytes) -> tuple[str | None, int, str]:
+        """The model asked for, the number of tokens, and the tokens as JSON."""
+        if len(body) > SHORT_BYTES:
+            return await self._read(reading.read_tokenize, body, field="prompt")
+        schema = parse(TokenizeRequest, body)
+        if schema.messages is None:
+            ids = reading.text_ids(self._encoder, schema)
+        else:
+            ids = await self._chat_ids(*reading.bare_conversation(schema))
+        return schema.model, len(ids), json.dumps(ids)
+
+    async def detokenize(self, body: bytes) -> tuple[str | None, str]:
+        """The model asked for, and the text."""
+        if len(body) > SHORT_BYTES:
+            return await self._read(reading.read_detokenize, body, field="tokens")
+        return reading.read_detokenize(self._encoder, body)
+
+    async def _chat_ids(self, messages: list[Message], options: ChatOptions) -> Ids:
+        """Of a short conversation."""
+        if not self._encoder.has_template:
+            return self._encoder.encode_chat(messages, options)
+        job = (reading.with_encoder, reading.packed_chat_ids, messages, options)
+        with self._limits_named("messages", is_short=True):
+            return reading.unpacked([await self._short.run(*job, limit_s=LIMIT_S)])[0]
+
+    async def _read(self, read: Callable[[ChatEncoder, bytes], T], body: bytes, field: str) -> T:
+        """A reading of a longer body."""
+        is_medium = len(body) <= MEDIUM_BYTES
+        helpers = self._medium if is_medium else self._long
+        limit_s = LIMIT_S + len(body) / BYTES_PER_S
+        with self._limits_named(field, is_short=is_medium):
+            return await helpers.run(reading.with_encoder, read, body, limit_s=limit_s)
+
+    @contextlib.contextmanager
+    def _limits_named(self, field: str, *, is_short: bool) -> Iterator[None]:
+        """Raises an error that says whose fault it is that a helper process reached a limit."""
+        try:
+            yield
+        except GivenUp as error:
+            if field == "messages" and is_short and self._encoder.has_template:
+                raise TemplateFailed(
+                    f"the checkpoint's chat template cannot render this conversation: {error}; use "
+                    "/v1/completions, or give the checkpoint another chat template"
+                ) from error
+            raise InvalidRequest(
+                f"{field}: too long to be read, or made to be: {error}", param=field
+            ) from error
