@@ -171,12 +171,7 @@ class _Helper:
             return
         ours, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", COMMAND, *sys.path],
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,  # native code writes clients' texts there
-            )
+            self._process = await asyncio.to_thread(_spawned, theirs)
         self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
         try:
             async with asyncio.timeout(START_LIMIT_S):
@@ -242,9 +237,18 @@ class _Helper:
         return f"it ended its process, status {status}"
 
 
+def _spawned(connection: socket.socket) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-c", COMMAND, *sys.path],
+        stdin=connection.fileno(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,  # native code writes clients' texts there
+    )
+
+
 def _patience_s(limit_s: float) -> float:
     """How long to wait for `limit_s` of CPU time, in case something stands still."""
-    return 5 * limit_s + 5
+    return 10 * limit_s + 5
 
 
 def _value_of(answer: bytes) -> Any:
