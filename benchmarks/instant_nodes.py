@@ -118,18 +118,18 @@ class FixedCluster:
         raise InvalidRequest(f"{node_id}: the benchmark's nodes are fixed")
 
 
-def run_router(told: Connection, replicas: int = 1, port: int = 0) -> None:
+def run_router(told: Connection, replicas: int = 1, port: int = 0, model: Path = MODEL) -> None:
     """Serve a router over instant nodes, of so many that share the port; a process's whole life.
 
     The port is told; 0 is any free one. It logs as a deployment's does, to nowhere.
     """
     sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 - for the process's life
     log_to_stderr("text")
-    uvloop.run(_run_router(told, replicas, port))
+    uvloop.run(_run_router(told, replicas, port, model))
 
 
-async def _run_router(told: Connection, replicas: int, port: int) -> None:
-    config = {"model": {"path": str(MODEL)}, "router": {"replicas": replicas}}
+async def _run_router(told: Connection, replicas: int, port: int, model: Path) -> None:
+    config = {"model": {"path": str(model), "name": MODEL.name}, "router": {"replicas": replicas}}
     service = RouterService(parse_config(config), FixedCluster())
     server = await serve(service, "127.0.0.1", port)
     decode = InstantDecode()

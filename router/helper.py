@@ -27,25 +27,24 @@ from typing import Any
 from sluice.engine.protocol import SluiceError
 
 LENGTH = struct.Struct("<Q")  # before each message
-NICENESS = 5  # whoever can be held up by a helper has other work to do meanwhile
+GARBAGE_THRESHOLDS = (100_000, 20, 20)  # a body of a million lists is no garbage
 OUT_OF_MEMORY = 17  # exit status
 
 
 def main() -> None:
     connection = socket.socket(fileno=os.dup(0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the router, which closes us
-    os.nice(NICENESS)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")  # rather we than a router or a node
-    max_bytes, *first = _receive(connection)
+    gc.set_threshold(*GARBAGE_THRESHOLDS)
+    max_bytes, niceness, *first = _receive(connection)
+    os.nice(niceness)
     _send(connection, _answer(*first))
     _limit_memory(max_bytes)
     while True:
         limit_s, *job = _receive(connection)
         signal.setitimer(signal.ITIMER_PROF, limit_s)  # CPU time: a busy machine is nobody's fault
-        gc.disable()  # it looks at a million lists again and again, which takes as long as they do
         answer = _answer(*job)
-        gc.enable()
         signal.setitimer(signal.ITIMER_PROF, 0)
         _send(connection, answer)
 

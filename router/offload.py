@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 START_LIMIT_S = 60.0
 GRACE_S = 1.0  # from the end of a helper's connection to the end of its process
+NICENESS = 5  # what a client can make long is long in any case
 MAX_ANSWER_BYTES = 64 << 20
 COMMAND = "import sys; sys.path[:] = sys.argv[1:]; from sluice.router.helper import main; main()"
 
@@ -50,7 +51,7 @@ class Offload:
 
     setup: called once in each helper before its first job, to import and load what jobs need; it
     counts towards no limit. max_bytes: memory that a job may take on top of that. max_waiting: jobs
-    that may wait for a helper.
+    that may wait for a helper. niceness: how far they stand behind on a busy machine.
     """
 
     def __init__(
@@ -59,10 +60,11 @@ class Offload:
         *,
         max_bytes: int,
         max_waiting: int,
+        niceness: int = NICENESS,
         setup: Callable[..., None] | None = None,
         setup_args: tuple[Any, ...] = (),
     ) -> None:
-        first = (max_bytes, setup or _nothing, setup_args)
+        first = (max_bytes, niceness, setup or _nothing, setup_args)
         self._helpers = [_Helper(pickle.dumps(first), max_bytes) for _ in range(num_processes)]
         self._max_waiting = max_waiting
         self._num_waiting = 0

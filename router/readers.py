@@ -19,7 +19,7 @@ from sluice.router import reading
 from sluice.router.chat import ChatEncoder
 from sluice.router.conversation import ChatOptions, Message
 from sluice.router.errors import TemplateFailed
-from sluice.router.offload import GivenUp, Offload
+from sluice.router.offload import NICENESS, GivenUp, Offload
 from sluice.router.parsing import parse
 from sluice.router.reading import Ids
 from sluice.router.schemas import ChatRequest, CompletionRequest, TokenizeRequest
@@ -27,6 +27,7 @@ from sluice.router.schemas import ChatRequest, CompletionRequest, TokenizeReques
 SHORT_BYTES = 4 << 10  # 3 ms with a large vocabulary; a helper process is reached in 0.3 ms
 MEDIUM_BYTES = 128 << 10  # 0.1 s
 MAX_WAITING = 256
+SHORT_LIMIT_S = 0.5  # of CPU time, for what takes some milliseconds
 LIMIT_S = 2.0  # of CPU time, and as much more as the slowest text takes
 BYTES_PER_S = 250_000
 MAX_BYTES = 192 << 20
@@ -55,16 +56,17 @@ class Readers:
     def __init__(self, encoder: ChatEncoder, model: ModelConfig, max_model_len: int) -> None:
         self._encoder = encoder
 
-        def helpers(max_bytes: int = MAX_BYTES) -> Offload:
+        def helpers(max_bytes: int = MAX_BYTES, niceness: int = NICENESS) -> Offload:
             return Offload(
                 1,
                 max_bytes=max_bytes,
+                niceness=niceness,
                 max_waiting=MAX_WAITING,
                 setup=reading.load,
                 setup_args=(model,),
             )
 
-        self._short, self._medium = helpers(), helpers()
+        self._short, self._medium = helpers(niceness=0), helpers()
         self._long = helpers(max(MAX_BYTES, MAX_BYTES_PER_TOKEN * max_model_len))
 
     async def warm(self) -> None:
@@ -76,7 +78,7 @@ class Readers:
             return
         await self._short.start()
         try:
-            await self._short.run(reading.try_template, limit_s=LIMIT_S)
+            await self._short.run(reading.try_template, limit_s=SHORT_LIMIT_S)
         except GivenUp as error:
             raise ConfigError(
                 f"chat template of the checkpoint: to render a few words, {error}"
@@ -127,7 +129,7 @@ class Readers:
             return self._encoder.encode_chat(messages, options)
         job = (reading.with_encoder, reading.packed_chat_ids, messages, options)
         with self._limits_named("messages", is_short=True):
-            return reading.unpacked([await self._short.run(*job, limit_s=LIMIT_S)])[0]
+            return reading.unpacked([await self._short.run(*job, limit_s=SHORT_LIMIT_S)])[0]
 
     async def _read(self, read: Callable[[ChatEncoder, bytes], T], body: bytes, field: str) -> T:
         """A reading of a longer body."""

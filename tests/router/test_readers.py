@@ -11,7 +11,6 @@ import pytest
 
 from sluice.engine.config import ModelConfig
 from sluice.engine.protocol import ConfigError, InvalidRequest
-from sluice.router import readers as readers_module
 from sluice.router.chat import ChatEncoder
 from sluice.router.checkpoint import read_checkpoint
 from sluice.router.readers import MEDIUM_BYTES, SHORT_BYTES, Readers
@@ -214,11 +213,6 @@ NEVER_ENDS = {"loops", "padding", "power", "output"}
 @pytest.fixture
 def checkpoint_with(tmp_path, checkpoint_writer):
     return lambda template: checkpoint_writer(tmp_path / "checkpoint", chat_template=template)
-
-
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch):
-    monkeypatch.setattr(readers_module, "LIMIT_S", 0.3)
 
 
 CONSTANT = "{{ 10 ** (10 ** 8) }}"  # computed when it is compiled
