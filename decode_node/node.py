@@ -21,7 +21,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 from sluice.cache.clock import lease_clock
 from sluice.cache.manager import NoRoom
@@ -33,22 +33,29 @@ from sluice.decode_node.planner import StepPlanner, Work
 from sluice.engine.attempts import Attempts
 from sluice.engine.choice import Choice, choose
 from sluice.engine.config import SluiceConfig
+from sluice.engine.intake import Intake
 from sluice.engine.loop import LoopThread
 from sluice.engine.metrics import NodeMetrics
 from sluice.engine.protocol import (
     GenerateRequest,
+    NodeError,
     NodeInfo,
     NodeStatus,
     PageGrant,
     Role,
+    SluiceError,
     TokenChunk,
 )
+from sluice.engine.request import Request
 from sluice.engine.routers import Routers
 from sluice.engine.runner import Runner
 from sluice.transfer.receiver import Arrival, Receiver
 from sluice.transfer.transport import Transport, make_transport
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 IDLE_WAIT_S = 0.1  # how late an expired lease may be noticed
 EPOCH_BITS = 63  # nobody guesses one that was not told him
@@ -78,6 +85,7 @@ class DecodeNode:
         self._outbox = Outbox()
         self._planner = StepPlanner(runner.manager, config.decode.max_batch_tokens)
         self._loop = LoopThread(node_id, self._turn)
+        self._intake = Intake(runner, self._loop, node_id)
         self.info: NodeInfo = runner.describe(
             node_id=node_id,
             role=Role.DECODE,
@@ -97,6 +105,7 @@ class DecodeNode:
 
     def stop(self) -> None:
         """End the loop; unfinished requests are lost to this node."""
+        self._intake.close()
         self._loop.stop()
         self._receiver.close()
 
@@ -104,10 +113,11 @@ class DecodeNode:
         """Take pages in every pool for the prompt and some of the output.
 
         Asked twice for an attempt, it answers with the same grant. Raises Refused, InvalidRequest
-        for a JSON schema that cannot be followed, or NodeError if the request came too late or
+        for what the request asks and no node can do, or NodeError if the request came too late or
         after its release.
         """
-        return self._loop.call(lambda: self._reserve(request))
+        grant_id = f"{request.request_id}.{uuid.uuid4().hex[:8]}"
+        return self._intake.take(request, grant_id, lambda state: self._reserve(state, request))
 
     def release(self, request_id: str, *, in_flight: bool) -> Future[None]:
         """End the attempt. An unknown one is refused, should its `reserve` still come.
@@ -147,14 +157,12 @@ class DecodeNode:
             return 0.0
         return ARRIVAL_POLL_S if self._grants.pending() else IDLE_WAIT_S
 
-    def _reserve(self, request: GenerateRequest) -> PageGrant:
+    def _reserve(self, state: Request, request: GenerateRequest) -> PageGrant:
         self._attempts.check(request)
         if (known := self._stream_of(request.request_id)) is not None:
             return known.grant
         self._routers.sign(request.router_id)
-        grant_id = f"{request.request_id}.{uuid.uuid4().hex[:8]}"
-        state = self.runner.take(request, grant_id)
-        num_tokens = len(state.token_ids)
+        grant_id, num_tokens = state.grant_id, len(state.token_ids)
         hit = admit(self.runner, state, request, self.info.node_id)
         self._count_lookup(num_tokens, hit)
         grant = PageGrant(
@@ -254,13 +262,18 @@ class DecodeNode:
                 self._grants.hold_longer(arrival.grant_id, self._clock())
             stream = self._grants.get(arrival.grant_id)
             if stream is not None:
-                self._take_arrival(stream, arrival)
+                self._guarded(stream, self._take_arrival, arrival)
 
     def _take_arrival(self, stream: Stream, arrival: Arrival) -> None:
         stream.deadline = self._clock() + self._grants.lease_s
         if arrival.error is not None:
             self._void(stream, arrival.error, reason="TransferFailed")
         elif arrival.first_token is not None:
+            vocab_size = self.runner.model.vocab_size
+            if not 0 <= arrival.first_token < vocab_size:
+                raise NodeError(
+                    f"the first token came as {arrival.first_token}, expected 0 to {vocab_size - 1}"
+                )
             stream.request.num_computed_tokens = stream.grant.num_tokens
             self._keep_history(stream)
             stream.request.append(arrival.first_token)
@@ -275,21 +288,45 @@ class DecodeNode:
             log.exception("event=step_failed node=%s", self.info.node_id)
             self.metrics.failed_requests.labels("NodeError").inc(len(work))
             for stream, _, _ in work:
-                self._end(stream, error=f"decode step failed: {error}")
+                self._guarded(stream, self._end_failed, f"decode step failed: {error}")
             return
         self._count_computed(work)
-        rows = [row for row, item in enumerate(work) if self._finish(item)]
+        rows = [
+            row for row, item in enumerate(work) if self._guarded(item.stream, self._finish, item)
+        ]
         streams = [work[row].stream for row in rows]
         if len(rows) < len(work):
             logits = logits[rows]
         choices = choose(logits, [stream.request for stream in streams])
         self.metrics.step_seconds.observe(time.perf_counter() - started)
         for stream, choice in zip(streams, choices, strict=True):
-            self._emit(stream, choice)
+            self._guarded(stream, self._emit, choice)
 
-    def _finish(self, work: Work) -> bool:
+    def _guarded(self, stream: Stream, work: Callable[[Stream, T], R], of: T) -> R | None:
+        """Do a step's work for one request; whatever it raises ends that request, not the loop."""
+        try:
+            return work(stream, of)
+        except Exception as error:
+            log.exception("event=request_failed request_id=%s", stream.request_id)
+            self._give_up(stream, f"decode could not go on: {error}")
+            return None
+
+    def _give_up(self, stream: Stream, error: str) -> None:
+        """End a request of which something is broken; nothing of it is kept for others.
+
+        Pages that do not come back are lost, which is better than to have them twice.
+        """
+        self.metrics.failed_requests.labels("NodeError").inc()
+        self._send(stream, error=error)
+        stream.fail(error)
+        try:
+            self._release(stream.grant.grant_id, in_flight=not stream.running)
+        except Exception:
+            log.exception("event=release_failed request_id=%s", stream.request_id)
+
+    def _finish(self, stream: Stream, work: Work) -> bool:
         """Note what a chunk computed; whether the request's next token follows from it."""
-        stream, chunk, in_prompt = work
+        _, chunk, in_prompt = work
         stream.request.num_computed_tokens = chunk.end
         self.runner.manager.expire(stream.request.grant_id, chunk.end)
         if in_prompt and chunk.end == stream.grant.num_tokens:
@@ -305,12 +342,17 @@ class DecodeNode:
 
     def _preempt(self, stream: Stream, why: NoRoom) -> None:
         self.metrics.failed_requests.labels("preempted").inc()
-        self._end(stream, error=f"preempted: {why}", preempted=True)
+        self._guarded(stream, self._end_preempted, f"preempted: {why}")
+
+    def _end_preempted(self, stream: Stream, why: str) -> None:
+        self._end(stream, error=why, preempted=True)
+
+    def _end_failed(self, stream: Stream, error: str) -> None:
+        self._end(stream, error=error)
 
     def _emit(self, stream: Stream, choice: Choice) -> None:
         if choice.error is not None:
-            self.metrics.failed_requests.labels("NodeError").inc()
-            self._end(stream, error=f"the grammar failed: {choice.error}")
+            self._end_unchosen(stream, choice.error)
             return
         request, token = stream.request, choice.token_id
         logprobs = () if choice.logprobs is None else (choice.logprobs,)
@@ -321,6 +363,13 @@ class DecodeNode:
             self._outbox.put(stream.router_id, chunk)
         else:
             self._end(stream, (token,), finish_reason=reason, logprobs=logprobs)
+
+    def _end_unchosen(self, stream: Stream, cause: SluiceError) -> None:
+        """There is no next token; rows that may be damaged are not for others."""
+        self.metrics.failed_requests.labels(type(cause).__name__).inc()
+        self._send(stream, error=str(cause), cause=cause)
+        stream.fail(str(cause))
+        self._release(stream.grant.grant_id, in_flight=False)
 
     def _end(self, stream: Stream, token_ids: tuple[int, ...] = (), **outcome: Any) -> None:
         """Send the last chunk, keep the history for later requests, give the pages back."""

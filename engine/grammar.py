@@ -3,69 +3,119 @@
 llguidance computes the masks from the checkpoint's tokenizer alone, without torch; a request's
 matcher reads the request's own output, so it is in the same state on prefill, on decode and after
 a fail-over.
+
+What a client's schema may cost is limited in three places. LIMITS, counted and so the same
+everywhere: what one mask and one matcher may come to. `Grammars.check`, in a helper process of the
+router that is given up where it takes too long or too much: what making a matcher may cost. And
+nodes make matchers only of what has passed there, in a thread of their own (engine/intake.py).
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from sluice.engine.protocol import ConfigError, InvalidRequest
+from sluice.engine.protocol import InvalidRequest, SamplingParams
+
+log = logging.getLogger(__name__)
 
 # Between the tokens of a JSON text: a space, or a line break with its indentation. A weak model
 # that may write any white space at all writes nothing else.
 WHITE_SPACE = r"(\n[ \t]{0,32}|[ ]?)"
 
+MAX_CHARACTERS = 256 << 10  # of a schema or grammar; those of tools in use have a few thousand
+
+# Measured with a vocabulary of 128,000 tokens: a mask at the edge of the default fuel takes 4 to
+# 8 ms; 20,000 states of a lexer 9 MB, where the default's 250,000 are 110. A string of 10,000
+# characters at most needs as many states.
+LIMITS = LLParserLimits(max_lexer_states=20_000, verbose_errors=False)
+
+PROBE_TOKENS = 4  # so far `check` goes into a text: some schemas are too much from the second on
+
 
 class Grammars:
-    """Makes matchers for one checkpoint; any thread. Raises ConfigError for a broken tokenizer.
+    """Makes matchers for one checkpoint; any thread.
 
-    A checkpoint without tokenizer.json can be served too, to clients that ask for no schema.
+    A checkpoint whose tokenizer is of no use here is served too, to clients that ask for no schema.
     """
 
     def __init__(self, folder: Path, *, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._vocab_size = vocab_size
-        path = folder / "tokenizer.json"
         self._tokenizer = None
+        self._why_not = "the checkpoint has no tokenizer.json"
+        path = folder / "tokenizer.json"
         if path.is_file():
             try:
                 self._tokenizer = LLTokenizer(
                     str(path), n_vocab=vocab_size, eos_token=list(eos_token_ids) or None
                 )
-            except ValueError as error:
-                raise ConfigError(f"checkpoint file {path}: no use for JSON: {error}") from error
+            except Exception as error:  # noqa: BLE001 - what it raises for a tokenizer varies
+                self._why_not = f"the checkpoint's tokenizer is of no use for grammars: {error}"
+                log.warning("event=no_grammars reason=%s", self._why_not)
+
+    def matcher_for(self, sampling: SamplingParams) -> Matcher | None:
+        """A matcher of what the request must follow, at the output's beginning; None for any text.
+
+        Raises InvalidRequest for what it cannot do.
+        """
+        if sampling.json_schema:
+            return self.matcher(sampling.json_schema)
+        if sampling.grammar:
+            return self.matcher_of(sampling.grammar, param="tools")
+        return None
 
     def matcher(self, json_schema: str) -> Matcher:
         """A matcher at the output's beginning. Raises InvalidRequest for a schema it cannot do."""
-        grammar = LLMatcher.grammar_from_json_schema(
-            json_schema, defaults={"whitespace_pattern": WHITE_SPACE}
-        )
+        _check_size(json_schema, "response_format")
+        try:
+            grammar = LLMatcher.grammar_from_json_schema(
+                json_schema, defaults={"whitespace_pattern": WHITE_SPACE}
+            )
+        except ValueError as error:  # nested beyond what its parser takes
+            raise _unsupported("response_format", str(error)) from error
         return self.matcher_of(grammar, param="response_format")
 
     def matcher_of(self, grammar: str, *, param: str) -> Matcher:
         """The same for a grammar in llguidance's words; param: the field it was made of."""
+        _check_size(grammar, param)
         if self._tokenizer is None:
-            raise InvalidRequest(
-                f"{param}: the checkpoint has no tokenizer.json, expected plain text", param=param
-            )
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+            raise InvalidRequest(f"{param}: {self._why_not}, expected plain text", param=param)
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
         if matcher.is_error():
-            raise InvalidRequest(
-                f"{param}: no grammar follows this schema: {matcher.get_error()}", param=param
-            )
-        return Matcher(matcher, self._vocab_size)
+            raise _unsupported(param, matcher.get_error())
+        return Matcher(matcher, self._vocab_size, param)
+
+    def check(self, sampling: SamplingParams) -> None:
+        """Raises InvalidRequest for what no matcher can be made of, or none that gets anywhere.
+
+        It may take very long, and much memory: that is for the caller to bound.
+        """
+        matcher, output = self.matcher_for(sampling), list[int]()
+        while matcher is not None and len(output) < PROBE_TOKENS:
+            allowed = np.flatnonzero(matcher.allowed())
+            if matcher.error is not None:
+                raise matcher.failure()
+            if matcher.complete or not len(allowed):
+                return
+            output.append(int(allowed[0]))
+            matcher.follow(output)
 
 
 class Matcher:
-    """One request's place in its grammar. Owned by the node's loop thread."""
+    """One request's place in its grammar. Owned by the node's loop thread once it is made.
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+    Never copied: copies would share a lexer, and with it the error of the one that exhausts it.
+    """
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int, param: str) -> None:
         self._matcher = matcher
         self._vocab_size = vocab_size
+        self._param = param
         self._num_followed = 0
 
     @property
@@ -81,6 +131,21 @@ class Matcher:
         """Whether the output so far is whole: it may end here."""
         return self._matcher.is_accepting()
 
+    def failure(self) -> InvalidRequest:
+        """What to tell the client of an `error`: another node would come to the same."""
+        return InvalidRequest(
+            f"{self._param}: the grammar failed ({self.error}): it allows no text, or is too "
+            "complex to follow; simplify the schema",
+            param=self._param,
+        )
+
+    def prepare(self, output_token_ids: Sequence[int]) -> None:
+        """Do what the next mask needs, while nobody waits for it. Raises InvalidRequest."""
+        self.follow(output_token_ids)
+        self.allowed()
+        if self.error is not None:
+            raise self.failure()
+
     def follow(self, output_token_ids: Sequence[int]) -> None:
         """Take what has been added to the output since the last call."""
         self._matcher.consume_tokens(list(output_token_ids[self._num_followed :]))
@@ -92,3 +157,16 @@ class Matcher:
             return np.ones(self._vocab_size, dtype=np.bool_)  # whatever is drawn is thrown away
         packed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         return np.unpackbits(packed, bitorder="little")[: self._vocab_size].astype(np.bool_)
+
+
+def _check_size(text: str, param: str) -> None:
+    if len(text) > MAX_CHARACTERS:
+        raise InvalidRequest(
+            f"{param}: {len(text)} characters of schemas, expected at most {MAX_CHARACTERS}",
+            param=param,
+        )
+
+
+def _unsupported(param: str, problem: str) -> InvalidRequest:
+    reason, _, _ = problem.partition("\n")
+    return InvalidRequest(f"{param}: no grammar follows this schema: {reason}", param=param)

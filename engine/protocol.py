@@ -23,6 +23,7 @@ before   an id that was aborted or released is refused when its request comes af
         ├── Refused              decode cannot take the request now; another node, or later, may
         ├── TransferFailed       pages did not arrive; the request can be prefilled again
         ├── Preempted            decode took the pages back; the request can be prefilled again
+        ├── ChoiceFailed         it got no next token; another node may do it, none is to blame
         └── NodeLost             the node died or stopped answering
 """
 
@@ -104,6 +105,14 @@ class TransferFailed(NodeError):
 
 class Preempted(NodeError):
     pass
+
+
+class ChoiceFailed(NodeError):
+    """A request's next token could not be chosen, while its neighbours' could.
+
+    Another node may do better, where a row was damaged; none is blamed, since as likely it is the
+    request's own tokens.
+    """
 
 
 class NodeLost(NodeError):
@@ -268,7 +277,8 @@ class TokenChunk(NamedTuple):
     """Output tokens of one request from one or more decode steps, or its failure.
 
     position: output tokens before these, so that a chunk that is lost or comes twice is noticed.
-    logprobs: one for each token if the request asks for them, else none.
+    logprobs: one for each token if the request asks for them, else none. cause: the error to raise
+    for it, where it is not the node's.
     """
 
     request_id: str
@@ -278,6 +288,7 @@ class TokenChunk(NamedTuple):
     preempted: bool = False  # the node took the pages back: prefill again and go on
     logprobs: tuple[Logprobs, ...] = ()
     position: int = 0
+    cause: SluiceError | None = None
 
 
 @dataclass(frozen=True)

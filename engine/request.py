@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from sluice.engine.protocol import FinishReason, GenerateRequest, SamplingParams
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from sluice.engine.grammar import Matcher
     from sluice.engine.penalties import TokenCounts
 
@@ -23,7 +25,8 @@ class Request:
     on nodes: the garbage collector would walk long lists, while all streams wait.
     num_computed_tokens: tokens whose rows are in the pools. history_tokens: tokens whose rows in
     Full pools are shared and must not be written; more than are computed while tokens are replayed.
-    matcher, counts: what the choice of the next token remembers of the tokens so far.
+    matcher, counts, biases, stops: what the choice of the next token remembers, so that a step need
+    not work it out again.
     """
 
     request_id: str
@@ -35,15 +38,24 @@ class Request:
     history_tokens: int = 0
     matcher: Matcher | None = field(default=None, repr=False)
     counts: TokenCounts | None = field(default=None, repr=False)
+    biases: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
+    stops: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
 
     @classmethod
-    def of(cls, request: GenerateRequest, grant_id: str, matcher: Matcher | None = None) -> Request:
+    def of(
+        cls,
+        request: GenerateRequest,
+        grant_id: str,
+        matcher: Matcher | None = None,
+        token_ids: MutableSequence[int] | None = None,
+    ) -> Request:
+        """token_ids: the request's, if they are in an array already."""
         return cls(
             request_id=request.request_id,
             grant_id=grant_id,
             num_prompt_tokens=len(request.prompt_token_ids),
             sampling=request.sampling,
-            token_ids=array("q", request.token_ids),
+            token_ids=array("q", request.token_ids) if token_ids is None else token_ids,
             matcher=matcher,
         )
 

@@ -15,14 +15,16 @@ from sluice.cache.pools import allocate_pools
 from sluice.cache.spec import PoolSpec
 from sluice.engine.batch import Chunk, build_inputs
 from sluice.engine.config import RoleConfig, SluiceConfig
-from sluice.engine.grammar import Grammars
+from sluice.engine.grammar import Grammars, Matcher
 from sluice.engine.graphs import DecodeSteps
+from sluice.engine.limits import checked_tokens
 from sluice.engine.protocol import (
     ConfigError,
     GenerateRequest,
     InvalidRequest,
     NodeInfo,
     Role,
+    SamplingParams,
 )
 from sluice.engine.request import Request
 from sluice.kernels import cpu
@@ -140,17 +142,25 @@ class Runner:
         )
 
     def take(self, request: GenerateRequest, grant_id: str) -> Request:
-        """The request as this node will work on it. Raises InvalidRequest for its grammar."""
-        matcher = None
-        sampling = request.sampling
+        """The request as this node will work on it. Any thread; a schema may take its time.
+
+        Raises InvalidRequest for what the node cannot do: past this, no number and no schema can
+        raise where a step computes.
+        """
+        token_ids = checked_tokens(
+            request, vocab_size=self.model.vocab_size, max_model_len=self.max_model_len
+        )
+        state = Request.of(request, grant_id, self._matcher_for(request.sampling), token_ids)
+        if state.matcher is not None:
+            state.matcher.prepare(request.emitted_token_ids)
+        return state
+
+    def _matcher_for(self, sampling: SamplingParams) -> Matcher | None:
+        if self._grammars is not None:
+            return self._grammars.matcher_for(sampling)
         if sampling.json_schema or sampling.grammar:
-            if self._grammars is None:
-                raise InvalidRequest("response_format: not served here", param="response_format")
-            if sampling.json_schema:
-                matcher = self._grammars.matcher(sampling.json_schema)
-            else:
-                matcher = self._grammars.matcher_of(sampling.grammar, param="tools")
-        return Request.of(request, grant_id, matcher)
+            raise InvalidRequest("response_format: not served here", param="response_format")
+        return None
 
     def copy_pages(self, copies: Iterable[PageCopy]) -> None:
         """Carry out copies that the manager asks for, in every pool of their tables."""

@@ -12,28 +12,33 @@ import torch
 from torch import Tensor
 
 from sluice.engine.draws import uniform
+from sluice.engine.limits import GREEDY_BELOW
 from sluice.engine.protocol import SamplingParams
 from sluice.kernels.sampling import draw_tokens
 
 
-def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
-    """Next token of each request.
+def sample(
+    logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]
+) -> list[int | None]:
+    """Next token of each request; None where its largest logit is no finite number.
 
     logits: [num_requests, vocab], fp32. positions: the output position each draw is for.
-    Equal logits go to the lowest token id.
+    Equal logits go to the lowest token id. NaN counts as the largest, so none goes unseen.
     """
     tokens = _largest(logits)
-    random = [row for row, p in enumerate(params) if p.temperature > 0]
+    finite = logits.gather(1, tokens[:, None])[:, 0].isfinite().tolist()
+    random = [row for row, p in enumerate(params) if p.temperature >= GREEDY_BELOW and finite[row]]
     # Ordering a vocabulary costs more than all else: only those who ask for it pay.
-    ordered = [row for row in random if params[row].top_k or params[row].top_p < 1]
-    unordered = [row for row in random if not (params[row].top_k or params[row].top_p < 1)]
+    vocab = logits.shape[-1]
+    ordered = [row for row in random if 0 < params[row].top_k < vocab or params[row].top_p < 1]
+    unordered = sorted(set(random).difference(ordered))
     for rows, draw in ((ordered, _draw_in_order), (unordered, _draw)):
         if rows:
             some = [params[row] for row in rows]
             seeds = [p.seed for p in some]
             draws = torch.from_numpy(uniform(seeds, [positions[row] for row in rows]))
             tokens[rows] = draw(logits[rows], some, draws.to(logits.device))
-    return tokens.tolist()
+    return [token if ok else None for token, ok in zip(tokens.tolist(), finite, strict=True)]
 
 
 def _largest(logits: Tensor) -> Tensor:
@@ -50,7 +55,7 @@ def _draw_in_order(logits: Tensor, params: Sequence[SamplingParams], draws: Tens
         logits,
         draws,
         temperature=_numbers([p.temperature for p in params], logits),
-        top_k=torch.tensor([p.top_k or vocab for p in params], device=device),
+        top_k=torch.tensor([min(p.top_k or vocab, vocab) for p in params], device=device),
         top_p=_numbers([p.top_p for p in params], logits),
         min_p=_numbers([p.min_p for p in params], logits),
     )

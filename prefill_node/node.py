@@ -28,9 +28,11 @@ from sluice.engine.attempts import Attempts
 from sluice.engine.batch import Chunk
 from sluice.engine.choice import choose
 from sluice.engine.config import SluiceConfig
+from sluice.engine.intake import Intake
 from sluice.engine.loop import LoopThread, pass_failure, promise
 from sluice.engine.metrics import NodeMetrics
 from sluice.engine.protocol import (
+    ChoiceFailed,
     GenerateRequest,
     NodeError,
     NodeInfo,
@@ -39,8 +41,10 @@ from sluice.engine.protocol import (
     PageRun,
     PrefillResult,
     Role,
+    SluiceError,
     TransferFailed,
 )
+from sluice.engine.request import Request
 from sluice.engine.routers import Routers
 from sluice.engine.runner import Runner
 from sluice.model.pool_rows import convert_rows
@@ -88,6 +92,7 @@ class PrefillNode:
             resume_every_tokens=config.prefill.resume_every_tokens,
         )
         self._loop = LoopThread(node_id, self._turn)
+        self._intake = Intake(runner, self._loop, node_id)
         self.info: NodeInfo = runner.describe(
             node_id=node_id,
             role=Role.PREFILL,
@@ -107,6 +112,7 @@ class PrefillNode:
 
     def stop(self) -> None:
         """End the loop; unfinished requests fail with NodeLost at their callers."""
+        self._intake.close()
         self._loop.stop()
         self._sender.close()
 
@@ -121,24 +127,24 @@ class PrefillNode:
         """Compute the prompt into the grant; the future gets the first output token.
 
         It raises TransferFailed if the pages could not be delivered, NodeError if the prompt
-        could not be computed, or came too late, twice or after its abort. Raises InvalidRequest
-        for a JSON schema that cannot be followed.
+        could not be computed, or came too late, twice or after its abort, InvalidRequest for what
+        the request asks and no node can do.
         """
         result: Future[PrefillResult] = promise()
         keys = self.runner.manager.keys_of(request.token_ids, request.cache_salt)
-        state = self.runner.take(request, grant.grant_id)
-        job = Job(state, grant, result, keys, router_id=request.router_id)
 
-        def add() -> None:
+        def add(state: Request) -> None:
             self._attempts.check(request)
             if self._scheduler.find_request(request.request_id) is not None:
                 raise NodeError(f"request {request.request_id}: came twice; the first goes on")
             self._sender.open(replace(grant, expires_at=request.expires_at))
             self._routers.sign(request.router_id)
+            job = Job(state, grant, result, keys, router_id=request.router_id)
             self._scheduler.add(job)
             job.begin(self.info.node_id, request.traceparent)
 
-        self._loop.call(add).add_done_callback(lambda added: pass_failure(added, result))
+        added = self._intake.take(request, grant.grant_id, add)
+        added.add_done_callback(lambda added: pass_failure(added, result))
         return result
 
     def abort(self, request_id: str) -> Future[None]:
@@ -247,7 +253,15 @@ class PrefillNode:
         self.metrics.step_seconds.observe(time.perf_counter() - started)
         self.metrics.computed_tokens.labels("prefill").inc(sum(c.num_tokens for c in chunks))
         for row, chunk in enumerate(chunks):
-            self._finish_chunk(chunk, logits[row : row + 1])
+            self._finish_safely(chunk, logits[row : row + 1])
+
+    def _finish_safely(self, chunk: Chunk, logits: torch.Tensor) -> None:
+        """Whatever goes wrong with one chunk ends that request, not the loop."""
+        try:
+            self._finish_chunk(chunk, logits)
+        except Exception as error:
+            log.exception("event=chunk_failed request_id=%s", chunk.request.request_id)
+            self._fail(chunk.request.grant_id, NodeError(f"prefill could not go on: {error}"))
 
     def _finish_chunk(self, chunk: Chunk, logits: torch.Tensor) -> None:
         """Post the chunk's pages, then keep or expire what the request needs no more.
@@ -263,7 +277,8 @@ class PrefillNode:
         first_token = self._first_token(job, logits) if job.computed else None
         if job.error is None and (job.outcome is None or job.outcome.finish_reason is None):
             self._post(job, chunk, first_token)
-        self._scheduler.settle(job)
+        if not isinstance(job.error, ChoiceFailed):  # its rows may be damaged: not for others
+            self._scheduler.settle(job)
 
     def _count_lookup(self, job: Job) -> None:
         manager = self.runner.manager
@@ -275,7 +290,7 @@ class PrefillNode:
         request = job.request
         [choice] = choose(logits, [request])
         if choice.error is not None:
-            self._fail(request.grant_id, NodeError(f"the grammar failed: {choice.error}"))
+            self._fail(request.grant_id, choice.error)
             return None
         token = choice.token_id
         reason = request.append(token)
@@ -297,7 +312,7 @@ class PrefillNode:
         except TransferFailed as error:
             self._fail(job.request.grant_id, error)
 
-    def _fail(self, grant_id: str, error: NodeError) -> None:
+    def _fail(self, grant_id: str, error: SluiceError) -> None:
         job = self._scheduler.find(grant_id)
         if job is not None and job.error is None:
             job.error = error

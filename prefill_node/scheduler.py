@@ -12,7 +12,7 @@ from sluice.cache.keys import PrefixKeys
 from sluice.cache.manager import NoRoom
 from sluice.cache.prefix_tree import Hit
 from sluice.engine.batch import Chunk
-from sluice.engine.protocol import NodeError, PageGrant, PrefillResult
+from sluice.engine.protocol import NodeError, PageGrant, PrefillResult, SluiceError
 from sluice.engine.request import Request
 from sluice.engine.runner import Runner
 from sluice.engine.tracing import NO_SPAN, Span, begin_span
@@ -35,7 +35,7 @@ class Job:
     keys: PrefixKeys
     router_id: str
     outcome: PrefillResult | None = None
-    error: NodeError | None = None
+    error: SluiceError | None = None
     num_cached_tokens: int = 0
     likely_resumes: frozenset[int] = frozenset()  # lengths from which later prompts may go on
     aborts: list[Future[None]] = field(default_factory=list)

@@ -26,6 +26,7 @@ from typing import Any, Generic, TypeVar
 
 from sluice.cache.spec import unit_tokens
 from sluice.engine.protocol import (
+    ChoiceFailed,
     DecodeClient,
     MetricFamily,
     NodeError,
@@ -160,7 +161,7 @@ class RoutedNode(Generic[Client]):
         """
         try:
             yield
-        except (Refused, Preempted, NodeLost):
+        except (Refused, Preempted, ChoiceFailed, NodeLost):
             raise
         except NodeError as error:
             self.fail(error)
@@ -388,9 +389,14 @@ class RoutedDecode(RoutedNode[DecodeClient]):
         self._inboxes.pop(request_id, None)
 
     async def stream(self, inbox: Inbox) -> AsyncIterator[TokenChunk]:
-        """A request's chunks up to the one with a finish reason. Raises NodeError."""
+        """A request's chunks up to the one with a finish reason.
+
+        Raises NodeError, or InvalidRequest if the node finds the request itself at fault.
+        """
         while True:
             chunk = await inbox.get()
+            if chunk.cause is not None:
+                raise chunk.cause
             if chunk.preempted:
                 raise Preempted(f"decode node {self.node_id}: {chunk.error}")
             if chunk.error is not None:

@@ -8,7 +8,7 @@ import torch
 
 from sluice.engine.choice import choose
 from sluice.engine.penalties import penalise
-from sluice.engine.protocol import GenerateRequest, SamplingParams
+from sluice.engine.protocol import ChoiceFailed, GenerateRequest, InvalidRequest, SamplingParams
 from sluice.engine.request import Request
 
 VOCAB = 50
@@ -130,3 +130,65 @@ def test_logits_from_inference_mode_can_be_adjusted():
         row = logits() + 0
     plain = replace(request().sampling, logit_bias=((7, 100.0),))
     assert token(row, request(logit_bias=plain.logit_bias, presence_penalty=1.0)) == 7
+
+
+OTHERS = [
+    dict(),
+    dict(temperature=0.9, seed=1),
+    dict(temperature=0.7, seed=2, top_p=0.8, num_top_logprobs=2),
+    dict(presence_penalty=1.0, logit_bias=((3, 5.0),)),
+]
+
+
+def without(index, choices):
+    return choices[:index] + choices[index + 1 :]
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+@pytest.mark.parametrize("victim", range(len(OTHERS)))
+def test_a_row_that_is_not_finite_ends_its_request_alone(number, victim):
+    rows, asked = logits(4), [request([5], **fields) for fields in OTHERS]
+    alone = choose(rows, asked)
+    rows[victim, 17] = number
+    choices = choose(rows, asked)
+    assert isinstance(choices[victim].error, ChoiceFailed)
+    assert without(victim, choices) == without(victim, alone)
+
+
+@pytest.mark.parametrize("number", [torch.nan, -torch.inf])
+def test_a_row_without_any_number_is_an_error(number):
+    for fields in OTHERS:
+        [choice] = choose(torch.full((1, VOCAB), number), [request([5], **fields)])
+        assert isinstance(choice.error, ChoiceFailed) and "not finite" in str(choice.error)
+
+
+@pytest.mark.parametrize("victim", range(4))
+def test_what_raises_for_one_row_ends_its_request_alone(victim):
+    rows, asked = logits(4), [request([5], **fields) for fields in OTHERS]
+    alone = choose(rows, asked)
+    asked[victim] = request([VOCAB + 7], frequency_penalty=1.0)  # no place to count it in
+    choices = choose(rows, asked)
+    assert isinstance(choices[victim].error, ChoiceFailed)
+    assert without(victim, choices) == without(victim, alone)
+
+
+def test_a_request_that_excludes_every_token_is_told_so():
+    row, everything = logits(), tuple(range(VOCAB))
+    [choice] = choose(row, [request(min_tokens=2, stop_token_ids=everything)])
+    assert isinstance(choice.error, InvalidRequest) and "min_tokens" in str(choice.error)
+
+
+def test_top_k_beyond_the_vocabulary_keeps_everything():
+    for seed in range(20):
+        asked = dict(temperature=1.0, seed=seed)
+        assert token(logits(), request(top_k=2**31 - 1, **asked)) == token(
+            logits(), request(**asked)
+        )
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-6])
+@pytest.mark.parametrize("more", [{}, {"top_p": 0.5}, {"min_p": 0.2}], ids=str)
+def test_a_temperature_next_to_nothing_is_greedy(temperature, more):
+    row = logits()
+    row[0, 40] = row[0].max()
+    assert token(row, request(temperature=temperature, seed=5, **more)) == token(row, request())

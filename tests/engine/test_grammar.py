@@ -99,10 +99,11 @@ def test_any_stop_token_may_end_a_complete_text(grammars, tokenizer):
     assert choose(row, [asked])[0].token_id == 9
 
 
-def test_a_token_outside_the_grammar_is_an_error_that_does_not_quote_it(grammars):
+def test_a_token_outside_the_grammar_is_an_error_that_does_not_quote_it(grammars, tokenizer):
     strayed = request(grammars, emitted=[7])
     [choice] = choose(torch.zeros(1, 320), [strayed])
-    assert choice.error and choice.error.isalpha()
+    assert isinstance(choice.error, InvalidRequest) and choice.error.param == "response_format"
+    assert tokenizer.decode([7]) not in str(choice.error)
 
 
 def test_an_output_follows_any_grammar_that_comes_with_the_request(grammars, tokenizer):
