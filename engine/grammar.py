@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from sluice.engine.limits import check_size
 from sluice.engine.protocol import InvalidRequest, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -27,8 +28,6 @@ log = logging.getLogger(__name__)
 # Between the tokens of a JSON text: a space, or a line break with its indentation. A weak model
 # that may write any white space at all writes nothing else.
 WHITE_SPACE = r"(\n[ \t]{0,32}|[ ]?)"
-
-MAX_CHARACTERS = 256 << 10  # of a schema or grammar; those of tools in use have a few thousand
 
 # Measured with a vocabulary of 128,000 tokens: a mask at the edge of the default fuel takes 4 to
 # 8 ms; 20,000 states of a lexer 9 MB, where the default's 250,000 are 110. A string of 10,000
@@ -71,7 +70,7 @@ class Grammars:
 
     def matcher(self, json_schema: str) -> Matcher:
         """A matcher at the output's beginning. Raises InvalidRequest for a schema it cannot do."""
-        _check_size(json_schema, "response_format")
+        check_size(json_schema, "response_format")
         try:
             grammar = LLMatcher.grammar_from_json_schema(
                 json_schema, defaults={"whitespace_pattern": WHITE_SPACE}
@@ -82,7 +81,7 @@ class Grammars:
 
     def matcher_of(self, grammar: str, *, param: str) -> Matcher:
         """The same for a grammar in llguidance's words; param: the field it was made of."""
-        _check_size(grammar, param)
+        check_size(grammar, param)
         if self._tokenizer is None:
             raise InvalidRequest(f"{param}: {self._why_not}, expected plain text", param=param)
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
@@ -157,14 +156,6 @@ class Matcher:
             return np.ones(self._vocab_size, dtype=np.bool_)  # whatever is drawn is thrown away
         packed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         return np.unpackbits(packed, bitorder="little")[: self._vocab_size].astype(np.bool_)
-
-
-def _check_size(text: str, param: str) -> None:
-    if len(text) > MAX_CHARACTERS:
-        raise InvalidRequest(
-            f"{param}: {len(text)} characters of schemas, expected at most {MAX_CHARACTERS}",
-            param=param,
-        )
 
 
 def _unsupported(param: str, problem: str) -> InvalidRequest:

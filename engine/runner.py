@@ -14,10 +14,10 @@ from sluice.cache.manager import CacheManager, PageCopy
 from sluice.cache.pools import allocate_pools
 from sluice.cache.spec import PoolSpec
 from sluice.engine.batch import Chunk, build_inputs
+from sluice.engine.checks import checked_tokens
 from sluice.engine.config import RoleConfig, SluiceConfig
 from sluice.engine.grammar import Grammars, Matcher
 from sluice.engine.graphs import DecodeSteps
-from sluice.engine.limits import checked_tokens
 from sluice.engine.protocol import (
     ConfigError,
     GenerateRequest,

@@ -6,8 +6,6 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from llguidance import LLMatcher
-
 from sluice.engine.protocol import GenerateRequest, InvalidRequest, SamplingParams
 from sluice.router.schemas import ChatRequest, CompletionRequest, GenerationSchema
 from sluice.router.service import Job, RouterService
@@ -93,7 +91,7 @@ def _sampling(
         max_tokens=max_tokens,
         temperature=schema.temperature,
         top_p=schema.top_p,
-        top_k=max(0, schema.top_k),
+        top_k=min(max(0, schema.top_k), service.checkpoint.vocab_size),
         min_p=schema.min_p,
         stop_token_ids=stop_token_ids,
         min_tokens=schema.min_tokens,
@@ -131,18 +129,6 @@ def _check_length(service: RouterService, num_prompt_tokens: int, field: str) ->
             f"model's context is {max_model_len} tokens, prompt and output together",
             param=field,
             code=TOO_LONG,
-        )
-
-
-def check_json_schema(json_schema: str | None) -> None:
-    """Raises InvalidRequest for a schema that no grammar can be made of."""
-    if json_schema is None:
-        return
-    problem = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(json_schema))
-    if problem:
-        raise InvalidRequest(
-            f"response_format: this JSON schema is not supported: {problem}",
-            param="response_format",
         )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from llguidance import LLMatcher
 
-from sluice.engine.protocol import InvalidRequest
+from sluice.engine.limits import check_size
 from sluice.router import v4_text as v4
 
 Schema = Mapping[str, Any]
@@ -34,7 +34,8 @@ def calls_grammar(
 
     must: there is nothing but a call, else text may come before it, or without one. parallel: there
     may be several calls. end_think_id: the output begins with reasoning, which this token ends.
-    Raises InvalidRequest for schemas that no grammar can be made of.
+    Raises InvalidRequest for schemas that are too long. Whether llguidance can follow the grammar
+    is for router/grammars.py to find out.
     """
     thought = "" if end_think_id is None else f"THOUGHT? <[{end_think_id}]> "
     opened = _text("\n\n", v4.OPEN_CALLS) if must else "before"
@@ -45,16 +46,12 @@ def calls_grammar(
         f"before[lazy]: /(.|\\n)*{_regex(v4.OPEN_CALLS)}/",
         f"calls: {opened} call{'+' if parallel else ''} {_text(NEW_LINE, v4.CLOSE_CALLS)}",
         "call: " + " | ".join(f"call_{index}" for index in range(len(tools))),
-        *(rule for index, tool in enumerate(tools) for rule in _function(f"call_{index}", tool)),
-        *_any_parameter(),
     ]
-    grammar = str(LLMatcher.grammar_from_lark("\n".join(rules)))
-    if problem := LLMatcher.validate_grammar(grammar):
-        raise InvalidRequest(
-            f"tools: their schemas are not supported with this tool_choice: {problem}",
-            param="tools",
-        )
-    return grammar
+    text = "\n".join((*rules, *_any_parameter()))
+    for rule in (r for index, tool in enumerate(tools) for r in _function(f"call_{index}", tool)):
+        text += "\n" + rule
+        check_size(text, "tools")  # as it grows: each parameter brings all definitions along
+    return str(LLMatcher.grammar_from_lark(text))
 
 
 def _any_parameter() -> Iterator[str]:

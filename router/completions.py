@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from sluice.router.admission import Asked, check_json_schema, make_jobs
+from sluice.router.admission import Asked, make_jobs
 from sluice.router.choices import ChatChoice, Choice, TextChoice
 from sluice.router.merge import merged
 from sluice.router.reading import conversation
@@ -116,7 +116,7 @@ async def _respond(
     service: RouterService, request: Request, asked: Asked, choice: Callable[[int], Choice]
 ) -> Response:
     schema = asked.schema
-    await _encode(asked.body, lambda: check_json_schema(schema.response_format.schema_text))
+    await service.grammars.check(schema.response_format.schema_text or "", asked.grammar)
     jobs = make_jobs(service, asked)
     answer = Answer(
         "chat" if asked.is_chat else "text",

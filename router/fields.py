@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, WithJsonSchema
 
+from sluice.engine.limits import MAX_BIAS, MAX_BIASES
+
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
-MAX_BIASES = 1024
-MAX_BIAS = 100.0
 
 
 def _text_of_parts(value: Any) -> Any:

@@ -9,11 +9,18 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from sluice.engine.limits import (
+    MAX_PENALTY,
+    MAX_REPETITION_PENALTY,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TEMPERATURE,
+    MAX_TOP_LOGPROBS,
+    MIN_REPETITION_PENALTY,
+)
 from sluice.router.fields import Choice, Function, LogitBias, Prompts, Stop, Text, ToolChoice
 from sluice.router.v4_text import TASKS
 
 MAX_CHOICES = 128  # answers to one HTTP request, over all its prompts
-MAX_TOP_LOGPROBS = 20
 MAX_SALT_CHARACTERS = 256
 MAX_PRIORITY = 1000
 
@@ -147,19 +154,19 @@ class GenerationSchema(Schema):
     max_completion_tokens: int | None = Field(None, gt=0)
     min_tokens: int = Field(0, ge=0)
     n: int = Field(1, ge=1, le=MAX_CHOICES)
-    temperature: float = Field(1.0, ge=0, le=2)
+    temperature: float = Field(1.0, ge=0, le=MAX_TEMPERATURE)
     top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=-1)  # 0 or -1: no limit
+    top_k: int = Field(0, ge=-1)  # 0, -1 or more than there are tokens: no limit
     min_p: float = Field(0.0, ge=0, le=1)
-    presence_penalty: float = Field(0.0, ge=-2, le=2)
-    frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    repetition_penalty: float = Field(1.0, gt=0, le=2)
+    presence_penalty: float = Field(0.0, ge=-MAX_PENALTY, le=MAX_PENALTY)
+    frequency_penalty: float = Field(0.0, ge=-MAX_PENALTY, le=MAX_PENALTY)
+    repetition_penalty: float = Field(1.0, ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)
     logit_bias: LogitBias = {}
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)  # in the queue the lower goes first
     cache_salt: str = Field("", max_length=MAX_SALT_CHARACTERS)  # others share nothing cached
     stop: Stop = []
-    stop_token_ids: List[int] = []
+    stop_token_ids: List[int] = Field([], max_length=MAX_STOP_TOKEN_IDS)
     ignore_eos: bool = False
     response_format: ResponseFormat = ResponseFormat(type="text")
     stream: bool = False

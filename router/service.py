@@ -37,6 +37,7 @@ from sluice.router.canary import Canary
 from sluice.router.chat import ChatEncoder
 from sluice.router.checkpoint import read_checkpoint
 from sluice.router.dispatch import Dispatcher, Tokens
+from sluice.router.grammars import GrammarJudge
 from sluice.router.metrics import RouterMetrics
 from sluice.router.policy import Policy
 from sluice.router.queue import WaitingQueue
@@ -93,6 +94,7 @@ class RouterService:
         self.encoder = ChatEncoder(self.checkpoint)
         self.readers = Readers(self.encoder, config.model, self.checkpoint.max_model_len)
         self.bodies = Bodies()
+        self.grammars = GrammarJudge(config.model.path, self.checkpoint)
         self.token_texts = TokenTexts(self.checkpoint.tokenizer)
         self.api_keys = read_api_keys(config.router.api_keys_file)
         self.model_name = config.model.served_name
@@ -157,6 +159,7 @@ class RouterService:
             await self.canary.close(CALL_LIMIT_S)
         await self._background.drain(2 * CALL_LIMIT_S)
         await self.readers.close()
+        await self.grammars.close()
         self.troubles.close()
 
     def set_nodes(

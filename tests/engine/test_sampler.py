@@ -1,5 +1,6 @@
 """Sampling: counter-based, batch-independent, and within the filters."""
 
+import pytest
 import torch
 
 from sluice.engine.protocol import SamplingParams
@@ -75,3 +76,22 @@ def test_min_p_drops_what_is_unlikely_beside_the_likeliest():
 def test_what_a_mask_forbids_is_never_drawn():
     row = torch.tensor([[0.0, -torch.inf, 0.0, -torch.inf]])
     assert {sample(row, [params(seed=s)], [0])[0] for s in range(200)} == {0, 2}
+
+
+@pytest.mark.parametrize("more", [{}, {"top_k": 3}], ids=str)
+def test_a_weight_equal_to_min_p_stays(more):
+    row = torch.tensor([[1.0, 0.0, 1.0]])
+    assert {sample(row, [params(min_p=1, seed=s, **more)], [0])[0] for s in range(50)} == {0, 2}
+    halves = torch.tensor([[0.0, 0.0, -1e9]])
+    halves[0, 1] = torch.tensor(0.5).log()
+    edge = halves[0, 1].double().exp().item()  # the very weight that the sampler computes
+    drawn = {sample(halves, [params(min_p=edge, seed=s, **more)], [0])[0] for s in range(50)}
+    assert drawn == {0, 1}
+
+
+def test_a_row_without_a_finite_best_has_no_token():
+    rows = torch.zeros(4, 5)
+    rows[0, 3], rows[1, 2], rows[2] = torch.nan, torch.inf, -torch.inf
+    assert sample(rows, [params(temperature=0)] * 4, [0] * 4) == [None, None, None, 0]
+    assert sample(rows, [params(seed=1)] * 4, [0] * 4)[:3] == [None] * 3
+    assert sample(rows, [params(seed=1, top_k=2)] * 4, [0] * 4)[:3] == [None] * 3

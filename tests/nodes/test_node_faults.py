@@ -27,6 +27,16 @@ def eventually(condition, timeout_s=10.0):
         time.sleep(0.01)
 
 
+def failures(status):
+    """How many requests failed on the node, by reason."""
+    return {
+        labels["reason"]: value
+        for family in status.metrics
+        for name, labels, value in family.samples
+        if name == "sluice:node_request_failures_total"
+    }
+
+
 class BrokenTransport(LocalTransport):
     """Refuses every post after the first `good` ones."""
 
@@ -166,6 +176,7 @@ def test_a_step_that_raises_fails_its_requests_and_the_node_goes_on(
     grant = pair.reserve(bad)
     with pytest.raises(NodeError, match="prefill step failed: tripped"):
         pair.prefill.run(bad, grant).result(10)
+    assert failures(pair.statuses()[0]) == {"NodeError": 1}
     pair.decode.release(grant.request_id, in_flight=False).result(10)
     pair.generate(make_request(21, vocab_size=300))
     assert pair.used_pages() == 0

@@ -38,6 +38,7 @@ from sluice.engine.protocol import (
     Refused,
     Role,
     RouterStatus,
+    SluiceError,
     TokenChunk,
 )
 from sluice.router.app import create_app
@@ -243,6 +244,7 @@ class ScriptedDecode(ScriptedNode):
         self.die_after: int | None = None
         self.error_after: int | None = None
         self.preempt_after: int | None = None
+        self.error_cause: SluiceError | None = None
         self.max_seen = 0
         self.computed_here: list[GenerateRequest] = []  # prompts that prefill never saw
 
@@ -317,7 +319,8 @@ class ScriptedDecode(ScriptedNode):
             num_new += len(new)
             if num_new == self.error_after:
                 self.error_after = None
-                stream.put_nowait([TokenChunk(request.request_id, (), error="step failed")])
+                failure = TokenChunk(request.request_id, (), error="step failed")
+                stream.put_nowait([failure._replace(cause=self.error_cause)])
                 return
             if num_new == self.preempt_after:
                 self.preempt_after = None

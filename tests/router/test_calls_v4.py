@@ -149,7 +149,14 @@ def test_any_path_through_the_grammar_is_read_as_calls_with_valid_arguments(toke
         assert json.loads(first)["unit"] in ("C", "F")
 
 
-def test_schemas_that_no_grammar_follows_are_refused():
+def test_schemas_that_no_grammar_follows_are_refused(matcher_of):
     broken = {"name": "f", "parameters": {"properties": {"x": {"type": "nothing"}}}}
     with pytest.raises(InvalidRequest, match="tools: "):
-        grammar(broken)
+        matcher_of(grammar(broken))
+
+
+def test_definitions_that_every_parameter_brings_along_do_not_add_up_without_end():
+    definitions = {f"d{index}": {"const": index} for index in range(10_000)}
+    properties = {f"p{index}": {"$ref": "#/$defs/d0"} for index in range(10_000)}
+    with pytest.raises(InvalidRequest, match="tools: .* characters of schemas, expected at most"):
+        grammar({"name": "f", "parameters": {"properties": properties, "$defs": definitions}})

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sluice.engine.checks import checked_tokens
 from sluice.engine.choice import choose
-from sluice.engine.limits import checked_tokens
 from sluice.engine.protocol import GenerateRequest, InvalidRequest, SamplingParams
 from sluice.engine.request import Request
 
