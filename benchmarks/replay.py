@@ -46,6 +46,7 @@ class ModelFreeRunner(Runner):
         self.device = "cpu"
         self.max_model_len = MAX_MODEL_LEN
         self._logits = logits if logits is not None else torch.zeros(1, 1)
+        self.vocab_size = self._logits.shape[-1]
         self.model = cast(
             Model, SimpleNamespace(fingerprint="", repeats=False, forward=self._forward)
         )

@@ -37,6 +37,7 @@ from sluice.deploy.collector import spare_streams
 from sluice.engine.batch import build_inputs
 from sluice.engine.config import parse_config
 from sluice.engine.protocol import GenerateRequest, SamplingParams
+from sluice.engine.request import Request
 from sluice.model.presets import preset_pools
 from sluice.transfer.local_transport import LocalTransport
 from sluice.transfer.receiver import Arrival
@@ -137,7 +138,7 @@ def decode_turn(num_tokens: int, temperature: float = 0.0) -> Cost:
 
 def _run_on(node: DecodeNode, request: GenerateRequest) -> None:
     """Let the node go on with a prompt as if its pages had just landed."""
-    grant = node._reserve(request)
+    grant = node._reserve(Request.of(request, request.request_id), request)
     stream = node._grants.get(grant.grant_id)
     assert stream is not None
     node._take_arrival(stream, Arrival(grant.grant_id, first_token=1))

@@ -16,8 +16,11 @@ what it abandoned at the end of that can arrive no more: a lease for each of the
 from __future__ import annotations
 
 import logging
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from torch import Tensor
 
 from sluice.engine.batch import Chunk
 from sluice.engine.protocol import PageGrant
@@ -39,10 +42,17 @@ class Stream:
     running: bool = False
     traceparent: str = ""
     span: Span = NO_SPAN  # from the arrival of all pages on
+    masking: Future[None] | None = None  # works out which tokens its grammar allows next
+    unchosen: Tensor | None = None  # [1, vocab], of a step that was done before that
 
     @property
     def request_id(self) -> str:
         return self.request.request_id
+
+    @property
+    def may_choose(self) -> bool:
+        """Whether its next token can be chosen without waiting for its grammar."""
+        return self.masking is None or self.masking.done()
 
     def start(self) -> None:
         """All pages have landed, or none are to come: the request may run."""

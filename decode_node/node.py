@@ -7,7 +7,8 @@ The life of a request:
    first output token came with the last notification. A request that is `local` joins at once, and
    its prompt is computed here, in chunks beside the others' tokens.
 3. Each step computes one token of every running request and sends all new tokens to each router
-   in one message.
+   in one message. A request whose grammar is slower than the step keeps its logits and sits out
+   until it knows which tokens it may choose from.
 4. With its last token, at `release`, or when its router falls silent, its pages are given back.
 
 `release` may come before `reserve`, which then is refused.
@@ -20,8 +21,11 @@ import secrets
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
 
 from sluice.cache.clock import lease_clock
 from sluice.cache.manager import NoRoom
@@ -33,6 +37,7 @@ from sluice.decode_node.planner import StepPlanner, Work
 from sluice.engine.attempts import Attempts
 from sluice.engine.choice import Choice, choose
 from sluice.engine.config import SluiceConfig
+from sluice.engine.grammar import Matcher
 from sluice.engine.intake import Intake
 from sluice.engine.loop import LoopThread
 from sluice.engine.metrics import NodeMetrics
@@ -55,10 +60,12 @@ from sluice.transfer.transport import Transport, make_transport
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-R = TypeVar("R")
 
 IDLE_WAIT_S = 0.1  # how late an expired lease may be noticed
 EPOCH_BITS = 63  # nobody guesses one that was not told him
+# What a step waits for grammars, which take 0.1 ms a token as a rule; a client's own may take 10.
+MASK_PATIENCE_S = 0.002
+MASKERS = 4  # threads, so that one such grammar does not hold up the others
 ARRIVAL_POLL_S = 0.0005  # notifications are polled; short against the transfer of one chunk
 
 
@@ -83,6 +90,8 @@ class DecodeNode:
         self._receiver = Receiver(transport, runner.pools, clock=clock)
         self._grants = Grants(config.transfer.lease_s)
         self._outbox = Outbox()
+        self._late: list[Stream] = []  # those with logits from which nothing is chosen yet
+        self._maskers = ThreadPoolExecutor(MASKERS, f"{node_id}-masks")
         self._planner = StepPlanner(runner.manager, config.decode.max_batch_tokens)
         self._loop = LoopThread(node_id, self._turn)
         self._intake = Intake(runner, self._loop, node_id)
@@ -107,6 +116,7 @@ class DecodeNode:
         """End the loop; unfinished requests are lost to this node."""
         self._intake.close()
         self._loop.stop()
+        self._maskers.shutdown(wait=False)
         self._receiver.close()
 
     def reserve(self, request: GenerateRequest) -> Future[PageGrant]:
@@ -150,12 +160,13 @@ class DecodeNode:
     def _turn(self) -> float:
         self._expire_leases()
         self._take_arrivals()
+        self._choose_late()
         if work := self._planner.next(self._grants.running(), self._preempt):
             self._step(work)
         self._outbox.flush()
-        if self._grants.running():
+        if len(self._grants.running()) > len(self._late):
             return 0.0
-        return ARRIVAL_POLL_S if self._grants.pending() else IDLE_WAIT_S
+        return ARRIVAL_POLL_S if self._late or self._grants.pending() else IDLE_WAIT_S
 
     def _reserve(self, state: Request, request: GenerateRequest) -> PageGrant:
         self._attempts.check(request)
@@ -269,7 +280,7 @@ class DecodeNode:
         if arrival.error is not None:
             self._void(stream, arrival.error, reason="TransferFailed")
         elif arrival.first_token is not None:
-            vocab_size = self.runner.model.vocab_size
+            vocab_size = self.runner.vocab_size
             if not 0 <= arrival.first_token < vocab_size:
                 raise NodeError(
                     f"the first token came as {arrival.first_token}, expected 0 to {vocab_size - 1}"
@@ -277,6 +288,8 @@ class DecodeNode:
             stream.request.num_computed_tokens = stream.grant.num_tokens
             self._keep_history(stream)
             stream.request.append(arrival.first_token)
+            if stream.request.matcher is not None:
+                self._begin_mask(stream, stream.request.matcher)
             stream.start()
 
     def _step(self, work: Sequence[Work]) -> None:
@@ -291,42 +304,79 @@ class DecodeNode:
                 self._guarded(stream, self._end_failed, f"decode step failed: {error}")
             return
         self._count_computed(work)
-        rows = [
-            row for row, item in enumerate(work) if self._guarded(item.stream, self._finish, item)
-        ]
-        streams = [work[row].stream for row in rows]
+        rows = []
+        for row, item in enumerate(work):
+            try:
+                if self._finish(item):
+                    rows.append(row)
+            except Exception as error:  # noqa: BLE001 - ends this request alone
+                self._give_up(item.stream, error)
+        rows = self._without_late(rows, work, logits)
         if len(rows) < len(work):
             logits = logits[rows]
-        choices = choose(logits, [stream.request for stream in streams])
+        self._choose([work[row].stream for row in rows], logits)
         self.metrics.step_seconds.observe(time.perf_counter() - started)
+
+    def _choose(self, streams: Sequence[Stream], logits: Tensor) -> None:
+        """The next token of each stream. logits: [num_streams, vocab]."""
+        choices = choose(logits, [stream.request for stream in streams])
         for stream, choice in zip(streams, choices, strict=True):
-            self._guarded(stream, self._emit, choice)
+            try:
+                self._emit(stream, choice)
+            except Exception as error:  # noqa: BLE001 - ends this request alone
+                self._give_up(stream, error)
 
-    def _guarded(self, stream: Stream, work: Callable[[Stream, T], R], of: T) -> R | None:
-        """Do a step's work for one request; whatever it raises ends that request, not the loop."""
+    def _without_late(self, rows: list[int], work: Sequence[Work], logits: Tensor) -> list[int]:
+        """The rows whose tokens can be chosen now; the others' logits wait for their grammars."""
+        masking = [s.masking for s, _, _ in work if s.masking is not None]
+        if not masking or not wait(masking, MASK_PATIENCE_S).not_done:
+            return rows
+        late = [row for row in rows if not work[row].stream.may_choose]
+        for row in late:
+            work[row].stream.unchosen = logits[row : row + 1].clone()
+        self._late += [work[row].stream for row in late]
+        return [row for row in rows if row not in late]
+
+    def _choose_late(self) -> None:
+        """Choose for streams whose grammars were slower than their step and have come to an end."""
+        if not self._late:
+            return
+        late, ready = self._late, list[Stream]()
+        self._late = []
+        for stream in late:
+            if self._grants.get(stream.grant.grant_id) is stream:  # it may have been released
+                (ready if stream.may_choose else self._late).append(stream)
+        if ready:
+            logits = torch.cat([stream.unchosen for stream in ready if stream.unchosen is not None])
+            for stream in ready:
+                stream.unchosen = None
+            self._choose(ready, logits)
+
+    def _guarded(self, stream: Stream, work: Callable[[Stream, T], None], of: T) -> None:
+        """Do something for one request; whatever it raises ends that request, not the loop."""
         try:
-            return work(stream, of)
-        except Exception as error:
-            log.exception("event=request_failed request_id=%s", stream.request_id)
-            self._give_up(stream, f"decode could not go on: {error}")
-            return None
+            work(stream, of)
+        except Exception as error:  # noqa: BLE001 - ends this request alone
+            self._give_up(stream, error)
 
-    def _give_up(self, stream: Stream, error: str) -> None:
+    def _give_up(self, stream: Stream, error: Exception) -> None:
         """End a request of which something is broken; nothing of it is kept for others.
 
         Pages that do not come back are lost, which is better than to have them twice.
         """
+        log.error("event=request_failed request_id=%s", stream.request_id, exc_info=error)
         self.metrics.failed_requests.labels("NodeError").inc()
-        self._send(stream, error=error)
-        stream.fail(error)
+        message = f"decode could not go on: {error}"
+        self._send(stream, error=message)
+        stream.fail(message)
         try:
             self._release(stream.grant.grant_id, in_flight=not stream.running)
         except Exception:
             log.exception("event=release_failed request_id=%s", stream.request_id)
 
-    def _finish(self, stream: Stream, work: Work) -> bool:
+    def _finish(self, work: Work) -> bool:
         """Note what a chunk computed; whether the request's next token follows from it."""
-        _, chunk, in_prompt = work
+        stream, chunk, in_prompt = work
         stream.request.num_computed_tokens = chunk.end
         self.runner.manager.expire(stream.request.grant_id, chunk.end)
         if in_prompt and chunk.end == stream.grant.num_tokens:
@@ -359,17 +409,24 @@ class DecodeNode:
         position = request.num_output_tokens
         reason = request.append(token)
         if reason is None:
+            if request.matcher is not None:
+                self._begin_mask(stream, request.matcher)
             chunk = TokenChunk(stream.request_id, (token,), logprobs=logprobs, position=position)
             self._outbox.put(stream.router_id, chunk)
         else:
             self._end(stream, (token,), finish_reason=reason, logprobs=logprobs)
+
+    def _begin_mask(self, stream: Stream, matcher: Matcher) -> None:
+        """Work out what its grammar allows next while the step is computed, and beside the loop."""
+        output = stream.request.token_ids[stream.request.num_prompt_tokens :]
+        stream.masking = self._maskers.submit(matcher.look_ahead, output)
 
     def _end_unchosen(self, stream: Stream, cause: SluiceError) -> None:
         """There is no next token; rows that may be damaged are not for others."""
         self.metrics.failed_requests.labels(type(cause).__name__).inc()
         self._send(stream, error=str(cause), cause=cause)
         stream.fail(str(cause))
-        self._release(stream.grant.grant_id, in_flight=False)
+        self._release(stream, in_flight=False)
 
     def _end(self, stream: Stream, token_ids: tuple[int, ...] = (), **outcome: Any) -> None:
         """Send the last chunk, keep the history for later requests, give the pages back."""

@@ -40,6 +40,9 @@ class StepPlanner:
         ready = []
         while waiting:
             stream = waiting[0]
+            if stream.unchosen is not None:  # a step ahead of its grammar: it sits out
+                waiting.popleft()
+                continue
             chunk = stream.next_chunk(budget)
             try:
                 self._manager.extend(stream.request.grant_id, chunk.end)

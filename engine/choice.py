@@ -57,8 +57,12 @@ def _choose(logits: Tensor, requests: Sequence[Request]) -> list[Choice]:
         [request.sampling for request in requests],
         [request.num_output_tokens for request in requests],
     )
+    vocab = logits.shape[-1]
     found: list[int] = [NO_TOKEN if token is None else token for token in tokens]
-    errors = [_error(logits, row, r, found[row]) for row, r in enumerate(requests)]
+    errors = [
+        None if 0 <= token < vocab and r.matcher is None else _error(logits, row, r, token)
+        for row, (r, token) in enumerate(zip(requests, found, strict=True))
+    ]
     reports = _logprobs(logits, requests, found)
     return [Choice(*choice) for choice in zip(found, reports, errors, strict=True)]
 

@@ -106,7 +106,7 @@ class Grammars:
 
 
 class Matcher:
-    """One request's place in its grammar. Owned by the node's loop thread once it is made.
+    """One request's place in its grammar. One thread at a time.
 
     Never copied: copies would share a lexer, and with it the error of the one that exhausts it.
     """
@@ -116,6 +116,7 @@ class Matcher:
         self._vocab_size = vocab_size
         self._param = param
         self._num_followed = 0
+        self._allowed: npt.NDArray[np.bool_] | None = None  # after what was followed
 
     @property
     def error(self) -> str | None:
@@ -139,23 +140,32 @@ class Matcher:
         )
 
     def prepare(self, output_token_ids: Sequence[int]) -> None:
-        """Do what the next mask needs, while nobody waits for it. Raises InvalidRequest."""
-        self.follow(output_token_ids)
-        self.allowed()
+        """Work out the first mask, while nobody waits for it. Raises InvalidRequest."""
+        self.look_ahead(output_token_ids)
         if self.error is not None:
             raise self.failure()
 
+    def look_ahead(self, output_token_ids: Sequence[int]) -> None:
+        """Work out what `allowed` will say after that output; the matcher is ours meanwhile."""
+        self.follow(output_token_ids)
+        self.allowed()
+
     def follow(self, output_token_ids: Sequence[int]) -> None:
         """Take what has been added to the output since the last call."""
-        self._matcher.consume_tokens(list(output_token_ids[self._num_followed :]))
-        self._num_followed = len(output_token_ids)
+        if new := list(output_token_ids[self._num_followed :]):
+            self._allowed = None
+            self._matcher.consume_tokens(new)
+            self._num_followed = len(output_token_ids)
 
     def allowed(self) -> npt.NDArray[np.bool_]:
         """Which tokens may come next, [vocab]; the end only where the output is complete."""
         if self.error is not None:
             return np.ones(self._vocab_size, dtype=np.bool_)  # whatever is drawn is thrown away
-        packed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        return np.unpackbits(packed, bitorder="little")[: self._vocab_size].astype(np.bool_)
+        if self._allowed is None:
+            packed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+            bits = np.unpackbits(packed, count=self._vocab_size, bitorder="little")
+            self._allowed = bits.view(np.bool_)
+        return self._allowed.copy()
 
 
 def _unsupported(param: str, problem: str) -> InvalidRequest:

@@ -53,6 +53,7 @@ class Runner:
         window and state pages; a node that is sent these needs none.
         """
         self.model = model
+        self.vocab_size = model.vocab_size
         self.max_model_len = max_model_len
         self._grammars = grammars
         self.device = role.device
@@ -148,7 +149,7 @@ class Runner:
         raise where a step computes.
         """
         token_ids = checked_tokens(
-            request, vocab_size=self.model.vocab_size, max_model_len=self.max_model_len
+            request, vocab_size=self.vocab_size, max_model_len=self.max_model_len
         )
         state = Request.of(request, grant_id, self._matcher_for(request.sampling), token_ids)
         if state.matcher is not None:

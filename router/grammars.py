@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from sluice.engine.limits import check_size
 from sluice.engine.protocol import InvalidRequest, QueueFull, SamplingParams
 from sluice.router.checkpoint import Checkpoint
-from sluice.router.offload import GivenUp, Offload
+from sluice.router.offload import GivenUp, Offload, Overdue
 
 if TYPE_CHECKING:
     from sluice.engine.grammar import Grammars
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 LIMIT_S = 0.25  # of CPU time; an object of 700 properties takes 0.05, one of 5,000 0.3
 MAX_BYTES = 128 << 20
 MAX_WAITING = 128
-PATIENCE_S = 10.0  # for what waits before it
+PATIENCE_S = 30.0  # for what waits before it
 MAX_VERDICTS = 4096
 MAX_REASON_CHARACTERS = 500
 
@@ -90,6 +90,8 @@ class GrammarJudge:
         param = "response_format" if json_schema else "tools"
         try:
             await self._helper.run(_try, json_schema, grammar, limit_s=LIMIT_S)
+        except Overdue as error:  # no verdict: another time it may have the machine's attention
+            raise QueueFull(f"{param}: {error}; try again in a moment") from error
         except GivenUp as error:
             return f"{param}: this schema is too much to follow: {error}; simplify it", param
         except InvalidRequest as error:

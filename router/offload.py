@@ -46,6 +46,10 @@ class GivenUp(SluiceError):
     code = "given_up"
 
 
+class Overdue(GivenUp):
+    """It had its time on the clock without taking its CPU time: the machine may be to blame."""
+
+
 class Offload:
     """Helper processes for one kind of work.
 
@@ -197,7 +201,7 @@ class _Helper:
                 answer = await self._ask(message)
         except TimeoutError as error:
             await self.stop()
-            raise GivenUp(f"it was not done within {_patience_s(limit_s):g} s") from error
+            raise Overdue(f"it was not done within {_patience_s(limit_s):g} s") from error
         except (asyncio.IncompleteReadError, OSError) as error:
             raise GivenUp(self._cause(await self.stop(GRACE_S), limit_s)) from error
         except BaseException:  # cancelled: nobody knows where it stands

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from sluice.engine.grammar import Matcher
 from sluice.engine.protocol import ChoiceFailed, FinishReason, InvalidRequest, NodeError
 from sluice.transfer.local_transport import LocalTransport
 
@@ -137,6 +139,32 @@ def test_a_schema_that_takes_its_time_holds_up_no_other_request(
     assert not running.done()
     assert running.result(30).token_id >= 0
     pair.decode.release(grant.grant_id, in_flight=False).result(10)
+
+
+def test_a_slow_grammar_sits_out_and_gets_the_same_tokens(
+    config_of, start_local, make_request, monkeypatch
+):
+    pair = start_local(config_of(MODEL))
+    plain = make_request(20, vocab_size=VOCAB)
+    schema = json.dumps({"type": "array", "items": {"type": "integer"}, "minItems": 3})
+    slow = make_request(21, vocab_size=VOCAB, json_schema=schema, max_tokens=12, temperature=1.0)
+    expected = [outcome(pair, plain), outcome(pair, slow)]
+    asked, let_go, look_ahead = threading.Event(), threading.Event(), Matcher.look_ahead
+
+    def late(matcher, output):
+        if threading.current_thread().name.startswith("d-masks"):
+            asked.set()
+            assert let_go.wait(30)
+        look_ahead(matcher, output)
+
+    monkeypatch.setattr(Matcher, "look_ahead", late)
+    grant = pair.reserve(slow)
+    tokens = [pair.prefill.run(slow, grant).result(30).token_id]
+    assert asked.wait(30)
+    assert outcome(pair, plain) == expected[0]  # while the other one waits
+    let_go.set()
+    more, error = pair.finish(grant)
+    assert ([*tokens, *more], error) == expected[1]
 
 
 def test_a_grammar_that_cannot_go_on_is_the_clients_fault(config_of, start_local, make_request):
