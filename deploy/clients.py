@@ -11,6 +11,7 @@ from typing import Any
 import ray
 
 from sluice.deploy.ray_errors import call, mapped
+from sluice.deploy.waiting import within
 from sluice.engine.protocol import (
     ClusterState,
     GenerateRequest,
@@ -22,6 +23,9 @@ from sluice.engine.protocol import (
     RouterStatus,
     TokenChunk,
 )
+
+CONTROLLER = "the controller"
+CONTROLLER_LIMIT_S = 10.0  # it does each of these at once
 
 
 class RayPrefillClient:
@@ -78,19 +82,22 @@ class RayDecodeClient:
 
 
 class RayCluster:
-    """The router's Cluster over the controller actor's handle."""
+    """The router's Cluster over the controller actor's handle. Raises NodeLost if it is silent."""
 
     def __init__(self, controller: Any) -> None:
         self._controller = controller
 
     async def state(self) -> ClusterState:
-        return await call("the controller", self._controller.state.remote())
+        return await self._ask(self._controller.state.remote())
 
     async def routers(self) -> Sequence[RouterStatus]:
-        return await call("the controller", self._controller.routers.remote())
+        return await self._ask(self._controller.routers.remote())
 
     async def scale(self, role: Role, replicas: int) -> None:
-        await call("the controller", self._controller.scale.remote(role, replicas))
+        await self._ask(self._controller.scale.remote(role, replicas))
 
     async def drain(self, node_id: str) -> None:
-        await call("the controller", self._controller.drain.remote(node_id))
+        await self._ask(self._controller.drain.remote(node_id))
+
+    async def _ask(self, answer: Any) -> Any:
+        return await within(CONTROLLER_LIMIT_S, CONTROLLER, call(CONTROLLER, answer))

@@ -3,27 +3,35 @@
 The life of a node:
 
     starting   its process starts and loads the model; then it meets every node of the other role
-    ready      the router sends it requests
-    draining   the router sends nothing new; the node leaves when no request holds it
+    ready      the routers send it requests
+    draining   another one takes its place, then the routers send nothing new; it leaves when no
+               request holds it
     dead       lost or refused; shown for a while, and replaced (with back-off) to meet the target
 
-Ids are counted up and never used again. The controller lives on one event loop and knows neither
-Ray nor HTTP: it starts processes through a Launcher and is the router's Cluster.
+Nothing is told once: whoever has to know something has a task that tells it until it answers, and
+tells it again when it changes (RouterKeeper, Introductions). A process that does not answer delays
+nobody but itself, until its watch gives it up. Ids are counted up and never used again. The
+controller lives on one event loop and knows neither Ray nor HTTP: it starts processes through a
+Launcher and is the router's Cluster.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter
-from typing import cast
+from collections.abc import Coroutine, Iterable
+from typing import Any, cast
 
 from sluice.deploy.backoff import Backoff
-from sluice.deploy.introductions import farewell, introduce
+from sluice.deploy.introductions import Introductions
 from sluice.deploy.launcher import Launcher
 from sluice.deploy.node_record import NodeRecord
 from sluice.deploy.race import first_of
 from sluice.deploy.router_keeper import RouterKeeper, ServingNodes
+from sluice.deploy.unplaced import explain
+from sluice.deploy.waiting import News, forever, until
 from sluice.engine.config import SluiceConfig
 from sluice.engine.protocol import (
     ClusterState,
@@ -44,6 +52,8 @@ log = logging.getLogger(__name__)
 DEAD_SHOWN_S = 60.0  # how long the state tells of a dead node
 STABLE_S = 5.0  # a node that was ready for so long died of something new
 MAX_START_FAILURES = 3  # of one role, in a row, until `until_ready` gives up
+RELIEF_LIMIT_S = 10.0  # how long a node that is to leave serves until another takes its place
+RELIEF_LOOK_S = 0.5
 
 
 class Controller:
@@ -59,15 +69,18 @@ class Controller:
         self._num_launched: Counter[Role] = Counter()
         self._backoff = {role: Backoff() for role in Role}
         self._refusal: ConfigError | None = None
-        self._changed = asyncio.Event()
-        self._introducing = asyncio.Lock()
+        self._changed = News()  # of the state of any node
+        self._started = News()  # who has started or is gone: prefill nodes are told
+        self._serving = News()  # who serves: routers are told
+        self._introductions = Introductions(lambda: list(self._nodes.values()), self._started)
         self._background = Background()
 
     async def start(self) -> str:
         """Start the routers, then begin to start nodes. Returns the URL. Raises ConfigError."""
         urls = []
-        for _ in range(self._num_routers):  # one by one: the first may find the port for all
-            self._routers.append(router := RouterKeeper(self._launcher, self._serving_nodes))
+        for number in range(self._num_routers):  # one by one: the first may find the port for all
+            router = RouterKeeper(self._launcher, number, self._serving_nodes, self._serving)
+            self._routers.append(router)
             urls.append(await router.start())
             self._background.spawn(router.keep())
         self._reconcile()
@@ -80,17 +93,21 @@ class Controller:
         role keep dying.
         """
         while not self._all_ready():
+            news = self._changed.next
             if self._refusal is not None:
                 raise self._refusal
             for role, backoff in self._backoff.items():
                 if backoff.failures >= MAX_START_FAILURES:
                     raise NodeError(f"{role} nodes do not start; {self._last_words(role)}")
-            self._changed.clear()
-            await self._changed.wait()
+            await news.wait()
 
     async def state(self) -> ClusterState:
         entries = tuple(node.entry() for node in self._nodes.values())
         return ClusterState(targets=dict(self._targets), nodes=entries)
+
+    async def routers_wait_for(self) -> list[str]:
+        """What keeps router processes from being started; nodes tell it in their entries."""
+        return [router.waits_for for router in self._routers if router.waits_for]
 
     async def routers(self) -> list[RouterStatus]:
         """What the router processes say of themselves, as far as they answer."""
@@ -132,14 +149,19 @@ class Controller:
         self._reconcile()
 
     async def stop(self) -> None:
-        """Let the routers finish their streams, then end every process."""
-        await asyncio.gather(*(router.stop() for router in self._routers))
+        """Let the routers finish their streams, then end every process; takes no longer than that.
+
+        What fails at one does not keep the others from being ended.
+        """
+        await _all_of(router.stop() for router in self._routers)
         await self._background.drain(limit_s=0)
-        await asyncio.gather(*(node.handle.stop() for node in self._nodes.values()))
+        await _all_of(node.handle.stop() for node in self._nodes.values())
 
     def _all_ready(self) -> bool:
-        ready = Counter(n.role for n in self._nodes.values() if n.state is NodeState.READY)
-        return all(ready[role] >= target for role, target in self._targets.items())
+        return all(self._num_ready(role) >= target for role, target in self._targets.items())
+
+    def _num_ready(self, role: Role) -> int:
+        return sum(n.role is role and n.state is NodeState.READY for n in self._nodes.values())
 
     def _last_words(self, role: Role) -> str:
         dead = [n for n in self._nodes.values() if n.role is role and n.death is not None]
@@ -152,7 +174,7 @@ class Controller:
         return ServingNodes(
             cast(list[PrefillClient], prefill),
             cast(list[DecodeClient], decode),
-            frozenset(n.node_id for n in serving if n.leaving.is_set()),
+            frozenset(n.node_id for n in serving if n.relieved),
         )
 
     def _reconcile(self) -> None:
@@ -164,7 +186,7 @@ class Controller:
             if not self._backoff[role].pausing:
                 for _ in range(target - len(counting)):
                     self._launch(role)
-        self._changed.set()
+        self._changed.spread()
 
     def _launch(self, role: Role) -> None:
         node_id = f"{role}-{self._num_launched[role]}"
@@ -181,18 +203,22 @@ class Controller:
     async def _live(self, node: NodeRecord) -> None:
         """A node's life from start to end, whatever the end is."""
         try:
-            await first_of(self._serve(node), node.watch())
-        except SluiceError as error:
+            await first_of(
+                self._serve(node),
+                node.watch(lambda: self._replace(node)),
+                self._introduce(node),
+            )
+        except Exception as error:  # noqa: BLE001 - whatever it is, the node is lost, and replaced
             log.warning("event=node_dead node=%s reason=%s", node.node_id, error)
-            node.death = str(error)
+            node.death = str(error) if isinstance(error, SluiceError) else repr(error)
             self._refusal = error if isinstance(error, ConfigError) else self._refusal
         else:
             log.info("event=node_left node=%s", node.node_id)
             del self._nodes[node.node_id]
-        self._changed.set()
-        await self._publish()
-        if node.role is Role.DECODE:
-            self._background.spawn(farewell(node, list(self._nodes.values())))
+        for news in (self._changed, self._started, self._serving):
+            news.spread()
+        if node.death is None:
+            await asyncio.gather(*(router.wait_dropped(node.node_id) for router in self._routers))
         await node.handle.stop()
         if node.death is not None:
             await self._mourn(node)
@@ -202,20 +228,48 @@ class Controller:
         if await first_of(self._prepare(node), node.leaving.wait()) == 1:
             return  # told to leave while it was starting
         log.info("event=node_ready node=%s", node.node_id)
-        self._changed.set()
-        await self._publish()
+        self._changed.spread()
+        self._serving.spread()
         await node.leaving.wait()
-        await self._publish()
+        await self._relieve(node)
         await asyncio.gather(*(router.wait_idle(node.node_id) for router in self._routers))
 
-    async def _publish(self) -> None:
-        await asyncio.gather(*(router.publish() for router in self._routers))
-
     async def _prepare(self, node: NodeRecord) -> None:
-        info = await node.handle.start()
-        async with self._introducing:  # of two nodes that start together, one must meet the other
-            await introduce(node, info, list(self._nodes.values()))
-            node.welcome(info)
+        """Start the node's process, and let it meet its peers."""
+        await first_of(
+            node.start(),
+            explain(node.handle, node.node_id, lambda why: self._note_what_is_missing(node, why)),
+        )
+        self._note_what_is_missing(node, "")
+        self._started.spread()
+        await self._introductions.welcome(node)
+
+    async def _introduce(self, node: NodeRecord) -> None:
+        if node.role is Role.PREFILL:
+            await self._introductions.keep(node)
+        await forever()
+
+    async def _relieve(self, node: NodeRecord) -> None:
+        """Have the routers send nothing new to the node, once another can take its work.
+
+        That may need the very resources which this node has, so it waits for so long only.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(RELIEF_LIMIT_S):
+                while self._targets[node.role] and not self._num_ready(node.role):
+                    await until(self._changed.next, RELIEF_LOOK_S)
+        node.relieved = True
+        self._serving.spread()
+
+    def _replace(self, node: NodeRecord) -> None:
+        """Somebody has asked the node's process to end: drain it while another is started."""
+        if not node.leaving.is_set():
+            self._let_go(node)
+            self._reconcile()
+
+    def _note_what_is_missing(self, node: NodeRecord, why: str) -> None:
+        node.waits_for = why
+        self._changed.spread()
 
     async def _mourn(self, node: NodeRecord) -> None:
         """Have a dead node replaced after a pause, and forget it after a while."""
@@ -227,6 +281,13 @@ class Controller:
         self._reconcile()
         await asyncio.sleep(DEAD_SHOWN_S)
         del self._nodes[node.node_id]
+
+
+async def _all_of(work: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Run all to their ends; what one raises is logged."""
+    for outcome in await asyncio.gather(*work, return_exceptions=True):
+        if isinstance(outcome, Exception):
+            log.error("event=stop_failed", exc_info=outcome)
 
 
 def _expendable(nodes: list[NodeRecord]) -> list[NodeRecord]:

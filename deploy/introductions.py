@@ -1,56 +1,111 @@
-"""Introductions: every prefill node must know every decode node before requests use the pair."""
+"""Introductions: every prefill node must know every decode node before requests use the pair.
+
+Nobody is introduced once and for all: each prefill node is told the whole list whenever it has
+changed, again as long as one on it fails, and at a slow beat, which gives it back a peer that it
+has lost. A frozen node delays nobody, as each is told by a task of its own.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from sluice.deploy.node_record import NodeRecord
-from sluice.engine.protocol import NodeInfo, NodeLost, Role, SluiceError
+from sluice.deploy.waiting import News, until, within
+from sluice.engine.protocol import IncompatiblePeers, NodeError, Role, SluiceError
 
 log = logging.getLogger(__name__)
 
-CONNECT_TIMEOUT_S = 30.0  # an introduction is one round trip; longer means a frozen process
+ANSWER_LIMIT_S = 10.0  # of one telling; then it is told again
+RETRY_S = 1.0
+BEAT_S = 10.0
+MEETING_LIMIT_S = 30.0  # how long a newcomer waits for one who does not answer
 
 
-async def introduce(node: NodeRecord, info: NodeInfo, others: Iterable[NodeRecord]) -> None:
-    """Connect a started node with all ready nodes of the other role.
+class Introductions:
+    """Tells prefill nodes of decode nodes; says when a newcomer has met whom it must.
 
-    Raises IncompatiblePeers if a pair has no mapping: the newcomer is at fault, pairs that work
-    go on. A known node that does not answer is declared lost, and the newcomer goes on.
+    nodes: all that the controller has. members: spread when one of them has started or died.
     """
-    for other in others:
-        if other.role is node.role or other.info is None or not other.counts:
-            continue
-        if node.role is Role.PREFILL:
-            await _connect(node, other.info)
-            continue
+
+    def __init__(self, nodes: Callable[[], Iterable[NodeRecord]], members: News) -> None:
+        self._nodes = nodes
+        self._members = members
+        self._told = News()
+        self._versions = itertools.count(1)
+
+    async def keep(self, prefill: NodeRecord) -> None:
+        """Tell a prefill node of the decode nodes as long as it lives; never return."""
+        while prefill.info is None:
+            await self._members.next.wait()
+        while True:
+            news = self._members.next
+            all_met = await self._tell(prefill)
+            self._told.spread()
+            await until(news, BEAT_S if all_met else RETRY_S)
+
+    async def welcome(self, newcomer: NodeRecord) -> None:
+        """Make a started node ready, once it has met every node of the other role that serves.
+
+        Raises IncompatiblePeers if a pair has no mapping, NodeError if it cannot be connected: the
+        newcomer is at fault, pairs that work go on. A known node that does not answer is declared
+        lost, and the newcomer goes on.
+        """
+        deadline = asyncio.get_running_loop().time() + MEETING_LIMIT_S
+        while strangers := self._strangers(newcomer):
+            if asyncio.get_running_loop().time() > deadline:
+                _give_up(newcomer, strangers)
+                break
+            await until(self._told.next, RETRY_S)
+        newcomer.welcome()
+
+    async def _tell(self, prefill: NodeRecord) -> bool:
+        """Tell the node once and note whom it has met; whether that is everybody."""
+        started = [n for n in self._nodes() if n.role is Role.DECODE and n.death is None]
+        peers = [node.info for node in started if node.info is not None]
+        telling = prefill.handle.meet(next(self._versions), peers)
         try:
-            await _connect(other, info)
-        except NodeLost as error:
-            other.declare_lost(str(error))
+            failed = await within(ANSWER_LIMIT_S, prefill.node_id, telling)
+        except SluiceError as error:  # its own watch sees whether it is gone
+            log.log(
+                logging.WARNING if prefill.answers else logging.DEBUG,
+                "event=introduction_failed node=%s reason=%s",
+                prefill.node_id,
+                error,
+            )
+            prefill.answers = False
+            return False
+        prefill.answers = True
+        for node_id in failed.keys() - prefill.unmet.keys():
+            reason = failed[node_id]
+            log.warning("event=not_met node=%s peer=%s reason=%s", prefill.node_id, node_id, reason)
+        prefill.unmet = failed
+        prefill.met = frozenset(peer.node_id for peer in peers) - failed.keys()
+        return not failed
+
+    def _strangers(self, newcomer: NodeRecord) -> list[tuple[NodeRecord, NodeRecord]]:
+        """Pairs of a prefill and a decode node that have still to meet for the newcomer's sake.
+
+        Raises IncompatiblePeers if that cannot be.
+        """
+        others = [n for n in self._nodes() if n.role is not newcomer.role and n.takes_requests]
+        prefill_first = newcomer.role is Role.PREFILL
+        pairs = [(newcomer, other) if prefill_first else (other, newcomer) for other in others]
+        strangers = [(p, d) for p, d in pairs if d.node_id not in p.met]
+        for prefill, decode in strangers:
+            error = prefill.unmet.get(decode.node_id)
+            if isinstance(error, IncompatiblePeers):
+                raise error
+        return strangers
 
 
-async def farewell(decode: NodeRecord, others: Iterable[NodeRecord]) -> None:
-    """Let all prefill nodes forget a decode node that is gone."""
-    for other in others:
-        if other.role is Role.PREFILL and other.serving:
-            try:
-                await asyncio.wait_for(other.handle.disconnect(decode.node_id), CONNECT_TIMEOUT_S)
-            except (SluiceError, TimeoutError) as error:  # its own watch sees whether it is gone
-                log.warning(
-                    "event=disconnect_failed node=%s peer=%s reason=%s",
-                    other.node_id,
-                    decode.node_id,
-                    error,
-                )
-
-
-async def _connect(prefill: NodeRecord, decode: NodeInfo) -> None:
-    try:
-        await asyncio.wait_for(prefill.handle.connect(decode), CONNECT_TIMEOUT_S)
-    except TimeoutError:
-        raise NodeLost(
-            f"{prefill.node_id} did not take up {decode.node_id} within {CONNECT_TIMEOUT_S:g} s"
-        ) from None
+def _give_up(newcomer: NodeRecord, strangers: list[tuple[NodeRecord, NodeRecord]]) -> None:
+    """Find who is at fault. Raises NodeError if it is the newcomer."""
+    for prefill, decode in strangers:
+        error = prefill.unmet.get(decode.node_id)
+        reason = f"{prefill.node_id} has not met {decode.node_id} within {MEETING_LIMIT_S:g} s"
+        if error is not None or prefill is newcomer:
+            raise NodeError(f"{reason}: {error or 'it does not answer'}")
+        prefill.declare_lost(reason)

@@ -1,18 +1,39 @@
 """What the controller needs of whatever starts processes: handles to nodes and to the router.
 
 Over Ray the handles are in ray_launcher.py; tests hand the controller nodes of their own process.
+A call may take for ever if its process is frozen: whoever awaits one sets a limit, or runs `watch`
+beside it, which ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from sluice.engine.protocol import DecodeClient, NodeInfo, PrefillClient, Role, RouterStatus
+from sluice.engine.protocol import (
+    DecodeClient,
+    NodeInfo,
+    PrefillClient,
+    Role,
+    RouterStatus,
+    SluiceError,
+)
 
 
-class NodeHandle(Protocol):
-    """A node being started, run and stopped. Calls raise NodeLost once its process is gone."""
+class ProcessHandle(Protocol):
+    """A process being started, run and stopped. Calls raise NodeLost once it is gone."""
+
+    async def unplaced(self) -> str:
+        """What is missing for the process to exist, where, and the way out; empty if nothing."""
+        ...
+
+    async def kill(self) -> None:
+        """End the process at once, whatever state it is in."""
+        ...
+
+
+class NodeHandle(ProcessHandle, Protocol):
+    """A node's process."""
 
     async def start(self) -> NodeInfo:
         """Load and start the node. Raises ConfigError if it can never run."""
@@ -22,24 +43,26 @@ class NodeHandle(Protocol):
         """What the router calls; only after `start`."""
         ...
 
-    async def connect(self, peer: NodeInfo) -> None:
-        """Introduce a decode node to this prefill node. Raises IncompatiblePeers."""
+    async def meet(self, version: int, peers: Sequence[NodeInfo]) -> Mapping[str, SluiceError]:
+        """Have a prefill node know exactly these decode nodes; returns those that failed, and why.
+
+        A call of a lower version that arrives late is ignored.
+        """
         ...
 
-    async def disconnect(self, node_id: str) -> None:
-        """Let a prefill node forget a decode node."""
-        ...
+    async def watch(self, on_leaving: Callable[[], None]) -> None:
+        """Raise NodeLost as soon as the process is gone or stopped answering; never return.
 
-    async def watch(self) -> None:
-        """Raise NodeLost as soon as the process is gone or stopped answering; never return."""
+        on_leaving: called when somebody else has asked the process to end.
+        """
         ...
 
     async def stop(self) -> None:
-        """End the node and its process, whatever state it is in."""
+        """End the node and its process, whatever state it is in, within seconds."""
         ...
 
 
-class RouterHandle(Protocol):
+class RouterHandle(ProcessHandle, Protocol):
     """A router's process."""
 
     async def start(self) -> str:
@@ -48,15 +71,19 @@ class RouterHandle(Protocol):
 
     async def set_nodes(
         self,
+        version: int,
         prefill: Sequence[PrefillClient],
         decode: Sequence[DecodeClient],
         draining: frozenset[str],
     ) -> None:
-        """Tell the router which nodes there are, and which of them take nothing new."""
+        """Tell the router which nodes there are, and which of them take nothing new.
+
+        A call of a lower version that arrives late is ignored.
+        """
         ...
 
-    async def wait_idle(self, node_id: str) -> None:
-        """Return when no request holds the node."""
+    async def wait_idle(self, node_id: str, limit_s: float) -> bool:
+        """Whether no request holds the node; waits until that is so, but not over `limit_s`."""
         ...
 
     async def status(self) -> RouterStatus:
@@ -64,7 +91,7 @@ class RouterHandle(Protocol):
         ...
 
     async def watch(self) -> None:
-        """Raise NodeLost as soon as the process is gone; never return."""
+        """Raise NodeLost as soon as the process is gone or stopped answering; never return."""
         ...
 
     async def stop(self) -> None:
@@ -73,6 +100,8 @@ class RouterHandle(Protocol):
 
 
 class Launcher(Protocol):
+    """Handles to processes. Making a handle starts nothing."""
+
     def node(self, role: Role, node_id: str) -> NodeHandle: ...
 
     def router(self) -> RouterHandle: ...

@@ -6,7 +6,9 @@ The life of an actor:
 2. `start` loads the model in a thread, so that the actor answers meanwhile, and returns NodeInfo.
 3. The controller introduces prefill nodes to decode nodes; the router sends requests.
 4. `stop` ends the node's loop; the controller ends the process. When the process dies on its own,
-   the pending call of `alive` fails, which tells the controller at once.
+   the pending call of `alive` fails, which tells the controller at once. After a SIGTERM the
+   answers to `ping` say so, and the controller lets the node finish what runs; the process ends by
+   itself if that takes too long.
 
 Node code is imported inside the process that runs it: the controller and the router import this
 module for the class only and must not load torch.
@@ -18,13 +20,14 @@ import asyncio
 import functools
 import os
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import ray
 
 from sluice.deploy.collector import spare_streams
 from sluice.deploy.logs import log_to_stderr
+from sluice.deploy.termination import Leaving
 from sluice.engine import tracing
 from sluice.engine.config import SluiceConfig
 from sluice.engine.protocol import (
@@ -41,6 +44,8 @@ from sluice.engine.protocol import (
 if TYPE_CHECKING:
     from sluice.decode_node.client import AsyncDecode
     from sluice.prefill_node.client import AsyncPrefill
+
+CONTROLLER_ID = "controller"  # as whom the controller asks for a node's status
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -61,12 +66,13 @@ def only_our_errors(method: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[
     return guarded
 
 
-class NodeActor(ABC):
+class NodeActor(Leaving, ABC):
     """What both kinds of node have in common."""
 
     _face: AsyncPrefill | AsyncDecode
 
     def __init__(self, config: SluiceConfig, node_id: str, num_threads: int) -> None:
+        super().__init__()
         # OpenMP reads it once, when torch is loaded, and applies it to every thread of the node.
         os.environ["OMP_NUM_THREADS"] = str(num_threads)
         log_to_stderr(config.log_format)
@@ -94,6 +100,13 @@ class NodeActor(ABC):
         self, router_id: str, cache_version: int | None = None, *, with_metrics: bool = True
     ) -> NodeStatus:
         return await self._face.status(router_id, cache_version, with_metrics=with_metrics)
+
+    @only_our_errors
+    async def ping(self) -> bool:
+        """Answer if the node's loop turns, too: whether somebody has asked the process to end."""
+        if self._running:
+            await self._face.status(CONTROLLER_ID)
+        return self.leaving.is_set()
 
     async def alive(self) -> None:
         """Return when the node was stopped; the call fails when the process dies."""
@@ -125,12 +138,8 @@ class PrefillActor(NodeActor):
         return AsyncPrefill(PrefillNode.load(self._config, self._node_id, self._host))
 
     @only_our_errors
-    async def connect(self, peer: NodeInfo) -> None:
-        await self._face.connect(peer)
-
-    @only_our_errors
-    async def disconnect(self, node_id: str) -> None:
-        await self._face.disconnect(node_id)
+    async def meet(self, version: int, peers: Sequence[NodeInfo]) -> Mapping[str, SluiceError]:
+        return await self._face.meet(version, peers)
 
     @only_our_errors
     async def run(self, request: GenerateRequest, grant: PageGrant) -> PrefillResult:

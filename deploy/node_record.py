@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from sluice.deploy.launcher import NodeHandle
 from sluice.deploy.race import first_of
-from sluice.engine.protocol import NodeEntry, NodeInfo, NodeLost, NodeState, Role
+from sluice.deploy.waiting import within
+from sluice.engine.protocol import NodeEntry, NodeInfo, NodeLost, NodeState, Role, SluiceError
+
+START_LIMIT_S = 3600.0  # the largest models take many minutes; a frozen process is noticed earlier
 
 
 @dataclass(eq=False)
@@ -18,9 +22,14 @@ class NodeRecord:
     node_id: str
     role: Role
     handle: NodeHandle
-    info: NodeInfo | None = None  # set once it has met its peers
+    info: NodeInfo | None = None  # set once it has started
+    ready_at_s: float | None = None  # monotonic clock; set once it has met its peers
+    waits_for: str = ""  # what keeps its process from being started
     death: str | None = None  # why it is dead
-    ready_at_s: float | None = None  # monotonic clock
+    met: frozenset[str] = frozenset()  # a prefill node: the decode nodes it knows
+    unmet: Mapping[str, SluiceError] = field(default_factory=dict)  # those that failed, and why
+    answers: bool = True  # a prefill node: when it was last told whom to know
+    relieved: bool = False  # it was told to leave, and nothing new goes there
     leaving: asyncio.Event = field(default_factory=asyncio.Event)
     _lost: asyncio.Event = field(default_factory=asyncio.Event)
     _lost_reason: str = ""
@@ -31,7 +40,7 @@ class NodeRecord:
             return NodeState.DEAD
         if self.leaving.is_set():
             return NodeState.DRAINING
-        return NodeState.STARTING if self.info is None else NodeState.READY
+        return NodeState.STARTING if self.ready_at_s is None else NodeState.READY
 
     @property
     def counts(self) -> bool:
@@ -41,11 +50,18 @@ class NodeRecord:
     @property
     def serving(self) -> bool:
         """Whether requests may be on the node."""
-        return self.info is not None and self.death is None
+        return self.ready_at_s is not None and self.death is None
 
-    def welcome(self, info: NodeInfo) -> None:
+    @property
+    def takes_requests(self) -> bool:
+        """Whether new requests may go to the node."""
+        return self.serving and not self.relieved
+
+    async def start(self) -> None:
+        self.info = await within(START_LIMIT_S, self.node_id, self.handle.start())
+
+    def welcome(self) -> None:
         """The node has met its peers and is ready."""
-        self.info = info
         self.ready_at_s = time.monotonic()
 
     def ready_for_s(self) -> float:
@@ -56,11 +72,12 @@ class NodeRecord:
         self._lost_reason = reason
         self._lost.set()
 
-    async def watch(self) -> None:
+    async def watch(self, on_leaving: Callable[[], None]) -> None:
         """Raise NodeLost when the node is gone; never return."""
-        await first_of(self.handle.watch(), self._lost.wait())
+        await first_of(self.handle.watch(on_leaving), self._lost.wait())
         raise NodeLost(self._lost_reason)
 
     def entry(self) -> NodeEntry:
         host = "" if self.info is None else self.info.host
-        return NodeEntry(self.node_id, self.role, self.state, host, self.death or "")
+        detail = self.waits_for if self.death is None else self.death
+        return NodeEntry(self.node_id, self.role, self.state, host, detail)

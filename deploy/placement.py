@@ -7,7 +7,8 @@ The number says how many processes of the role the host takes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from sluice.engine.config import RoleConfig, SluiceConfig
@@ -15,6 +16,23 @@ from sluice.engine.protocol import ConfigError, Role
 
 ROUTER = "router"
 MAX_CALLS = 8192  # calls that run at once in one actor: far above any queue limit
+
+
+@dataclass(frozen=True)
+class HostResources:
+    """What a host of the cluster offers, in Ray's names, and what of it is free."""
+
+    address: str
+    total: Mapping[str, float]
+    free: Mapping[str, float]
+
+    def lacks(self, demand: Mapping[str, float]) -> list[str]:
+        """What is short of the demand, as `0 of 2 CPU free`."""
+        return [
+            f"{self.free.get(name, 0):g} of {self.total.get(name, 0):g} {name} free"
+            for name, wanted in demand.items()
+            if self.free.get(name, 0) < wanted
+        ]
 
 
 def node_options(role: Role, config: RoleConfig, cluster: Mapping[str, float]) -> dict[str, Any]:
@@ -34,6 +52,32 @@ def router_options(cluster: Mapping[str, float]) -> dict[str, Any]:
         "resources": _role_resource(ROUTER, cluster),
         "max_concurrency": MAX_CALLS,
     }
+
+
+def demand_of(options: Mapping[str, Any]) -> dict[str, float]:
+    """The resources that a process with these options needs of its host."""
+    wanted = {"CPU": options["num_cpus"], "GPU": options.get("num_gpus", 0), **options["resources"]}
+    return {name: float(count) for name, count in wanted.items() if count}
+
+
+def why_unplaced(role: str, demand: Mapping[str, float], hosts: Sequence[HostResources]) -> str:
+    """Why no host has a place for the process, and the way out; empty if one has.
+
+    Only hosts that offer the custom resources of the demand are named, if there are any.
+    """
+    lacking = {host.address: host.lacks(demand) for host in hosts}
+    if not all(lacking.values()):
+        return ""
+    marks = [name for name in demand if name not in ("CPU", "GPU")]
+    offering = [h.address for h in hosts if all(h.total.get(name, 0) for name in marks)]
+    needs = " and ".join(f"{count:g} {name}" for name, count in demand.items())
+    found = "; ".join(f"{host} has {', '.join(lacking[host])}" for host in offering or lacking)
+    config = "" if role == ROUTER else f", lower {role}.num_cpus or {role}.num_gpus in the config"
+    return (
+        f"no host has room for it: it needs {needs}; {found or 'there is no host'}. Scale a role "
+        f"down{config}, or start Ray with more on a host: ray start --num-cpus N "
+        f"--resources '{{\"{role}\": N}}'"
+    )
 
 
 def unplaced_roles(cluster: Mapping[str, float]) -> list[str]:

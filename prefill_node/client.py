@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
-from sluice.engine.protocol import GenerateRequest, NodeInfo, NodeStatus, PageGrant, PrefillResult
+from sluice.engine.protocol import (
+    GenerateRequest,
+    NodeInfo,
+    NodeStatus,
+    PageGrant,
+    PrefillResult,
+    SluiceError,
+)
 from sluice.prefill_node.node import PrefillNode
 
 
@@ -15,11 +23,8 @@ class AsyncPrefill:
         self.node = node
         self.info: NodeInfo = node.info
 
-    async def connect(self, peer: NodeInfo) -> None:
-        await asyncio.wrap_future(self.node.connect(peer))
-
-    async def disconnect(self, node_id: str) -> None:
-        await asyncio.wrap_future(self.node.disconnect(node_id))
+    async def meet(self, version: int, peers: Sequence[NodeInfo]) -> dict[str, SluiceError]:
+        return await asyncio.wrap_future(self.node.meet(version, peers))
 
     async def run(self, request: GenerateRequest, grant: PageGrant) -> PrefillResult:
         return await asyncio.wrap_future(self.node.run(request, grant))

@@ -48,6 +48,7 @@ from sluice.engine.request import Request
 from sluice.engine.routers import Routers
 from sluice.engine.runner import Runner
 from sluice.model.pool_rows import convert_rows
+from sluice.prefill_node.acquaintances import Acquaintances
 from sluice.prefill_node.scheduler import Job, PrefillScheduler
 from sluice.transfer.plan import PoolTraffic
 from sluice.transfer.sender import Sender
@@ -86,6 +87,7 @@ class PrefillNode:
             convert=convert_rows,
             clock=clock,
         )
+        self._acquaintances = Acquaintances(self._sender)
         self._scheduler = PrefillScheduler(
             runner,
             max_batch_tokens=config.prefill.max_batch_tokens,
@@ -117,11 +119,16 @@ class PrefillNode:
         self._sender.close()
 
     def connect(self, peer: NodeInfo) -> Future[None]:
-        """Meet a decode node; a new incarnation replaces the old. Raises IncompatiblePeers."""
-        return self._loop.call(lambda: self._sender.connect(self.info, peer))
+        """Meet one decode node, where no controller does it. Raises IncompatiblePeers."""
+        return self._loop.call(lambda: self._acquaintances.add(self.info, peer))
 
-    def disconnect(self, node_id: str) -> Future[None]:
-        return self._loop.call(lambda: self._sender.disconnect(node_id))
+    def meet(self, version: int, peers: Sequence[NodeInfo]) -> Future[dict[str, SluiceError]]:
+        """Know exactly these decode nodes; the future gets those that failed, and why.
+
+        To be repeated, with the same version or a higher one: that mends what has broken since. A
+        list that comes late, after one of a higher version, raises NodeError and changes nothing.
+        """
+        return self._loop.call(lambda: self._acquaintances.meet(self.info, version, peers))
 
     def run(self, request: GenerateRequest, grant: PageGrant) -> Future[PrefillResult]:
         """Compute the prompt into the grant; the future gets the first output token.

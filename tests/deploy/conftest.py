@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from sluice.cache.spec import Full, PoolSpec
 from sluice.deploy import state
 from sluice.engine.config import parse_config
-from sluice.engine.protocol import IncompatiblePeers, NodeInfo, NodeLost, Role, RouterStatus
+from sluice.engine.protocol import NodeInfo, NodeLost, Role, RouterStatus
 
 ROOT = Path(__file__).parents[2]
 DRIVER = Path(__file__).parent / "ray_driver.py"
@@ -30,17 +30,48 @@ class ScriptedClient:
         self.info = info
 
 
-class ScriptedNode:
+class ScriptedProcess:
+    """What the handles of nodes and routers have in common; a test decides what it does.
+
+    `frozen`: calls are not answered. `error`: calls raise it.
+    """
+
+    def __init__(self):
+        self.frozen = False
+        self.error = None
+        self.missing = ""
+        self.may_start = asyncio.Event()
+        self.may_start.set()
+        self.died = asyncio.Event()
+        self.killed = False
+
+    async def answer(self):
+        if self.frozen:
+            await asyncio.Event().wait()
+        if self.died.is_set():
+            raise NodeLost("it is gone: killed by the test")
+        if self.error is not None:
+            raise self.error
+
+    async def unplaced(self):
+        return self.missing
+
+    async def kill(self):
+        self.killed = True
+        self.died.set()
+
+
+class ScriptedNode(ScriptedProcess):
     """A NodeHandle whose start, death and peers a test decides."""
 
     def __init__(self, launcher, role, node_id):
+        super().__init__()
         self.launcher, self.role, self.node_id = launcher, role, node_id
-        self.may_start = asyncio.Event()
-        self.died = asyncio.Event()
+        self.told_to_end = asyncio.Event()
         self.stopped = False
-        self.peers = set()
-        if not launcher.hold_starts:
-            self.may_start.set()
+        self.peers, self.version, self.num_told = set(), 0, 0
+        if launcher.hold_starts:
+            self.may_start.clear()
 
     async def start(self):
         await self.may_start.wait()
@@ -55,36 +86,52 @@ class ScriptedNode:
     def client(self):
         return ScriptedClient(self.info)
 
-    async def connect(self, peer):
-        if peer.node_id in self.launcher.incompatible:
-            raise IncompatiblePeers(f"pool toy: dtype of {peer.node_id} differs")
-        self.peers.add(peer.node_id)
+    async def meet(self, version, peers):
+        await self.answer()
+        assert version > self.version, "each telling has a higher version"
+        self.version = version
+        self.num_told += 1
+        ids = {peer.node_id for peer in peers}
+        failed = {name: error for name, error in self.launcher.unmet.items() if name in ids}
+        self.peers = ids - failed.keys()
+        return failed
 
-    async def disconnect(self, node_id):
-        self.peers.discard(node_id)
-
-    async def watch(self):
-        await self.died.wait()
+    async def watch(self, on_leaving):
+        dying = asyncio.ensure_future(self.died.wait())
+        asked = asyncio.ensure_future(self.told_to_end.wait())
+        try:
+            await asyncio.wait({dying, asked}, return_when=asyncio.FIRST_COMPLETED)
+            if asked.done():
+                on_leaving()
+            await dying
+        finally:
+            dying.cancel()
+            asked.cancel()
         raise NodeLost(f"{self.node_id} is gone: killed by the test")
 
     async def stop(self):
         self.stopped = True
 
 
-class ScriptedRouter:
+class ScriptedRouter(ScriptedProcess):
     """A RouterHandle that remembers what it was told; nodes in `busy` are not idle."""
 
     def __init__(self, router_id):
+        super().__init__()
         self.router_id = router_id
-        self.died = asyncio.Event()
         self.told = asyncio.Condition()
         self.prefill, self.decode, self.draining = set(), set(), set()
-        self.idle = {}
+        self.version = 0
+        self.busy = {}
 
     async def start(self):
+        await self.may_start.wait()
         return "http://router"
 
-    async def set_nodes(self, prefill, decode, draining):
+    async def set_nodes(self, version, prefill, decode, draining):
+        await self.answer()
+        assert version > self.version, "each telling has a higher version"
+        self.version = version
         async with self.told:
             self.prefill = {client.info.node_id for client in prefill}
             self.decode = {client.info.node_id for client in decode}
@@ -96,16 +143,18 @@ class ScriptedRouter:
             await self.told.wait_for(lambda: condition(self))
 
     def make_busy(self, node_id):
-        self.idle[node_id] = asyncio.Event()
-        return self.idle[node_id]
+        self.busy[node_id] = asyncio.Event()
+        return self.busy[node_id]
 
-    async def wait_idle(self, node_id):
-        if node_id in self.idle:
-            await self.idle[node_id].wait()
+    async def wait_idle(self, node_id, limit_s):
+        await self.answer()
+        assert node_id in self.draining, "the router must know that the node takes nothing new"
+        if node_id in self.busy:
+            await self.busy[node_id].wait()
+        return True
 
     async def status(self):
-        if self.died.is_set():
-            raise NodeLost("the router is gone")
+        await self.answer()
         return RouterStatus(self.router_id, ())
 
     async def watch(self):
@@ -113,6 +162,7 @@ class ScriptedRouter:
         raise NodeLost("the router is gone")
 
     async def stop(self):
+        await self.answer()
         self.died.set()
 
 
@@ -120,7 +170,7 @@ class ScriptedLauncher:
     def __init__(self):
         self.hold_starts = False
         self.start_error = None
-        self.incompatible = set()
+        self.unmet = {}  # decode nodes that no prefill node can connect, and why
         self.nodes = {}
         self.routers = []
 
