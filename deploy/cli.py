@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from rich.markup import escape
 from rich.progress import Progress
 
 from sluice.deploy import chat as conversation
@@ -58,6 +59,8 @@ def up(
 ) -> None:
     """Start a deployment and supervise it until Ctrl-C."""
     settings = _with_overrides(load_config(config), namespace, port)
+    preflight.check_namespace(settings.ray.namespace)
+    state.check_free(settings.ray.namespace)  # before its own port is found to be taken
     preflight.check(settings)
     if detached:
         _up_detached(config, settings)
@@ -78,10 +81,10 @@ def down(
     timeout: Annotated[float, typer.Option(help="Seconds to wait for running streams.")] = 120.0,
     debug: Debug = False,
 ) -> None:
-    """End a deployment; running streams finish first."""
+    """End a deployment; running streams finish first, and are cut after the timeout."""
     found = locate.deployment(namespace)
     with stderr.status(f"ending {found.namespace}"):
-        detach.stop(found, timeout)
+        detach.stop(found, timeout, _say)
     stdout.print(f"{found.namespace} has ended")
 
 
@@ -258,7 +261,7 @@ def _up_detached(config: Path, settings: SluiceConfig) -> None:
     namespace, port = settings.ray.namespace, settings.router.port
     arguments = [str(config), "--namespace", namespace, "--port", str(port)]
     with stderr.status(f"starting {namespace} (log: {state.log_file(namespace)})"):
-        deployment = detach.start(namespace, arguments)
+        deployment = detach.start(namespace, arguments, _say)
     announce(stdout, deployment)
 
 
@@ -286,10 +289,21 @@ def _system_message(text: str | None, file: Path | None) -> list[dict[str, str]]
 
 
 def _wait(router: RouterClient, what: str, done: Callable[[dict[str, Any]], bool]) -> None:
-    """Poll the status until `done`; Ctrl-C only stops the waiting."""
+    """Poll the status until `done`, and say what nodes wait for; Ctrl-C only stops the waiting."""
+    said: set[str] = set()
     with stderr.status(what):
-        while not done(router.status()):
+        while not done(found := router.status()):
+            for node in found["nodes"]:
+                words = f"{node['id']}: {node['detail']}"
+                if node["state"] == "starting" and node["detail"] and words not in said:
+                    said.add(words)
+                    _say(words)
             time.sleep(POLL_S)
+
+
+def _say(words: str) -> None:
+    if words:
+        stderr.print(escape(words))
 
 
 def _settled(status: dict[str, Any], role: Role, replicas: int) -> bool:

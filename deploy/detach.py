@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from sluice.deploy import state
 from sluice.deploy.reporting import EXIT_CONFIG
 from sluice.engine.protocol import ConfigError, NodeError
 
 POLL_S = 0.1
+AT_ONCE_LIMIT_S = 45.0  # for a supervisor that was told to end everything at once
+KILL_LIMIT_S = 10.0  # for the kernel to end it
+
+Say = Callable[[str], None]
 
 
-def start(namespace: str, up_arguments: Sequence[str]) -> state.Deployment:
+def start(
+    namespace: str, up_arguments: Sequence[str], say: Say = lambda _: None
+) -> state.Deployment:
     """Run `sluice up` with these arguments in the background; returns once it is ready.
 
-    Raises ConfigError or NodeError with what it said if it ends instead.
+    say: gets what processes wait for that cannot be started for now. Raises ConfigError or
+    NodeError with what it said if it ends instead.
     """
     log = state.log_file(namespace)
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -32,10 +40,14 @@ def start(namespace: str, up_arguments: Sequence[str]) -> state.Deployment:
             start_new_session=True,
         )
     try:
+        said = ""
         while process.poll() is None:
             found = state.find(namespace)
-            if found is not None and found.ready and found.pid == process.pid:
-                return found
+            if found is not None and found.pid == process.pid:
+                if found.ready:
+                    return found
+                if found.waits_for != said:
+                    say(said := found.waits_for)
             time.sleep(POLL_S)
     except KeyboardInterrupt:
         process.send_signal(signal.SIGTERM)
@@ -45,14 +57,44 @@ def start(namespace: str, up_arguments: Sequence[str]) -> state.Deployment:
     raise (ConfigError if process.returncode == EXIT_CONFIG else NodeError)(last_words)
 
 
-def stop(deployment: state.Deployment, timeout_s: float) -> None:
-    """Ask the supervisor to end and wait until it has. Raises NodeError after `timeout_s`."""
-    os.kill(deployment.pid, signal.SIGTERM)
-    deadline = time.monotonic() + timeout_s
+def stop(deployment: state.Deployment, timeout_s: float, say: Say = lambda _: None) -> None:
+    """End the deployment: running streams may finish for `timeout_s`, then all ends at once.
+
+    say: gets a line for each harder step. Raises NodeError if even the kernel cannot end it.
+    """
+    where = f"deployment {deployment.namespace!r} (pid {deployment.pid})"
+    steps = (
+        (signal.SIGTERM, timeout_s, ""),
+        (
+            signal.SIGTERM,  # its second: it stops waiting for anything
+            AT_ONCE_LIMIT_S,
+            f"{where} did not end within {timeout_s:g} s; its processes are ended at once",
+        ),
+        (
+            signal.SIGKILL,
+            KILL_LIMIT_S,
+            f"{where} does not end by itself; it is killed, and Ray ends what it had started",
+        ),
+    )
+    for number, limit_s, words in steps:
+        if words:
+            say(words)
+        if _ended(deployment, number, limit_s):
+            return
+    raise NodeError(
+        f"{where} did not end when it was killed; the machine may be short of memory or wait for a "
+        "disk: look at the process, then try `sluice down` again"
+    )
+
+
+def _ended(deployment: state.Deployment, number: signal.Signals, limit_s: float) -> bool:
+    """Signal the supervisor; whether it has ended within the limit."""
+    if state.is_held(deployment.namespace):
+        with contextlib.suppress(ProcessLookupError):  # it has ended just now
+            os.kill(deployment.pid, number)
+    deadline = time.monotonic() + limit_s
     while state.is_held(deployment.namespace):
         if time.monotonic() > deadline:
-            raise NodeError(
-                f"deployment {deployment.namespace!r} (pid {deployment.pid}) did not end within "
-                f"{timeout_s:g} s; running streams may be long, try `sluice down --timeout`"
-            )
+            return False
         time.sleep(POLL_S)
+    return True

@@ -21,7 +21,8 @@ class UpDisplay:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._spinner: Status | None = None
-        self._states: dict[str, NodeState] = {}
+        self._states: dict[str, tuple[NodeState, str]] = {}
+        self._said: set[str] = set()
         self._announced = False
 
     def note(self, text: str) -> None:
@@ -33,11 +34,17 @@ class UpDisplay:
     def progress(self, cluster: ClusterState) -> None:
         """Show states that are new since the last call."""
         for node in cluster.nodes:
-            if self._states.get(node.node_id) is not node.state:
-                self._states[node.node_id] = node.state
+            if self._states.get(node.node_id) != (now := (node.state, node.detail)):
+                self._states[node.node_id] = now
                 self._changed(node)
         if not self._announced and self._console.is_terminal:
             self._spin("  ".join(_coloured(node.node_id, node.state) for node in cluster.nodes))
+
+    def waits_for(self, what: str) -> None:
+        """Say once what keeps a process from being started."""
+        if what not in self._said:
+            self._said.add(what)
+            self._console.print(escape(what))
 
     def ready(self, deployment: Deployment) -> None:
         self._end_spinner()

@@ -12,6 +12,7 @@ import logging
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,8 @@ from sluice.engine.protocol import ConfigError
 
 OBJECT_STORE_BYTES = 100 << 20  # messages are small; pages never pass through Ray's store
 LONGEST_PARENT = 20  # characters; Ray's socket paths below it must fit into 107
+
+SHUTDOWN_LIMIT_S = 30.0  # it takes a second or two
 
 Say = Callable[[str], None]
 
@@ -45,9 +48,22 @@ def ray_cluster(config: SluiceConfig, say: Say) -> Iterator[str]:
             _join(config, say)
         yield str(ray.get_runtime_context().gcs_address)
     finally:
-        ray.shutdown()
+        with _ended_within(SHUTDOWN_LIMIT_S):
+            ray.shutdown()
         if files is not None:
             shutil.rmtree(files, ignore_errors=True)
+
+
+@contextmanager
+def _ended_within(limit_s: float) -> Iterator[None]:
+    """End this process if the block takes longer: Ray ends what a driver that died has started."""
+    timer = threading.Timer(limit_s, os._exit, args=(1,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _start(config: SluiceConfig, files: Path) -> None:

@@ -15,9 +15,9 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from sluice.engine.protocol import ConfigError
 
@@ -36,6 +36,7 @@ class Deployment:
     url: str = ""
     ray_address: str = ""
     ready: bool = False  # every node that the config asks for has been up
+    waits_for: str = ""  # what keeps processes from being started, a line each
 
 
 def folder(namespace: str) -> Path:
@@ -69,6 +70,19 @@ def write(deployment: Deployment) -> None:
     draft = record.with_suffix(".new")
     draft.write_text(json.dumps(asdict(deployment), indent=2) + "\n")
     draft.replace(record)  # readers see the old or the new one, never half of it
+
+
+class Record:
+    """A supervisor's deployment, kept in its file; use it inside `hold`."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        self.deployment = deployment
+
+    def update(self, **changes: Any) -> None:
+        changed = replace(self.deployment, **changes)
+        if changed != self.deployment:
+            self.deployment = changed
+            write(changed)
 
 
 def find(namespace: str) -> Deployment | None:
@@ -106,6 +120,12 @@ def is_held(namespace: str) -> bool:
         return False
     except BlockingIOError:
         return True
+
+
+def check_free(namespace: str) -> None:
+    """Raise ConfigError if a supervisor of this namespace lives."""
+    if is_held(namespace):
+        raise ConfigError(_already(namespace))
 
 
 def _lock(lock: IO[str], namespace: str) -> None:

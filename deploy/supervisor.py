@@ -5,13 +5,15 @@
 3. Waits for SIGINT or SIGTERM, or for the controller to die.
 4. Running streams finish, processes end, Ray ends, the state file goes.
 
-A second signal while it stops ends everything at once.
+A second signal while it stops ends everything at once. What does not answer is waited for within a
+limit only: a controller that is silent for too long ends the deployment, as its death does.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import os
 import signal
 from pathlib import Path
@@ -19,10 +21,14 @@ from typing import Any, Protocol
 
 from sluice.deploy import ray_environment, state
 from sluice.deploy.race import first_of
+from sluice.deploy.waiting import within
 from sluice.engine.config import SluiceConfig
-from sluice.engine.protocol import ClusterState, ConfigError, NodeLost
+from sluice.engine.protocol import ClusterState, ConfigError, NodeState, SluiceError
 
 REFRESH_S = 0.2
+PATIENCE_S = 60.0  # with a silent controller: the nodes and routers serve without it
+STOP_LIMIT_S = 100.0  # routers, then nodes, each within limits of its own; then all is killed
+CONTROLLER = "the controller"
 
 
 class Display(Protocol):
@@ -31,6 +37,8 @@ class Display(Protocol):
     def note(self, text: str) -> None: ...
 
     def progress(self, cluster: ClusterState) -> None: ...
+
+    def waits_for(self, what: str) -> None: ...
 
     def ready(self, deployment: state.Deployment) -> None: ...
 
@@ -65,7 +73,7 @@ async def _run(config: SluiceConfig, deployment: state.Deployment, display: Disp
     finally:
         display.stopping()
         signalled.clear()
-        await first_of(_stop(controller), signalled.wait())
+        await first_of(_stop(controller, display), signalled.wait())
 
 
 def _on_signals() -> asyncio.Event:
@@ -105,31 +113,44 @@ def _start_controller(config: SluiceConfig) -> Any:
 
 async def _serve(controller: Any, deployment: state.Deployment, display: Display) -> None:
     """Start everything, announce it, and watch it; never return. Raises what ends it."""
-    deployment = dataclasses.replace(deployment, url=await _ask(controller.start.remote()))
-    state.write(deployment)
-    await first_of(_ask(controller.until_ready.remote()), _show(controller, display))
+    record = state.Record(deployment)
+    await first_of(_start(controller, record), _show(controller, record, display))
     display.progress(await _ask(controller.state.remote()))
-    deployment = dataclasses.replace(deployment, ready=True)
-    state.write(deployment)
-    display.ready(deployment)
-    await _show(controller, display)
+    record.update(ready=True, waits_for="")
+    display.ready(record.deployment)
+    await _show(controller, record, display)
 
 
-async def _show(controller: Any, display: Display) -> None:
-    """Show the nodes' states again and again; never return."""
+async def _start(controller: Any, record: state.Record) -> None:
+    """Return when every role has its target of ready nodes, however long that takes."""
+    record.update(url=await _ask(controller.start.remote(), math.inf))
+    await _ask(controller.until_ready.remote(), math.inf)
+
+
+async def _show(controller: Any, record: state.Record, display: Display) -> None:
+    """Show the nodes' states, and what processes wait for, again and again; never return.
+
+    Raises NodeLost if the controller dies or is silent for too long.
+    """
     while True:
-        display.progress(await _ask(controller.state.remote()))
+        cluster = await _ask(controller.state.remote())
+        display.progress(cluster)
+        routers = await _ask(controller.routers_wait_for.remote())
+        for what in routers:
+            display.waits_for(what)
+        nodes = [n for n in cluster.nodes if n.state is NodeState.STARTING and n.detail]
+        record.update(waits_for="\n".join([*routers, *(f"{n.node_id}: {n.detail}" for n in nodes)]))
         await asyncio.sleep(REFRESH_S)
 
 
-async def _stop(controller: Any) -> None:
+async def _stop(controller: Any, display: Display) -> None:
     try:
-        await _ask(controller.stop.remote())
-    except NodeLost:
-        return  # it was the controller's death that ended the deployment
+        await _ask(controller.stop.remote(), STOP_LIMIT_S)
+    except SluiceError as error:  # the controller's death may be what ended the deployment
+        display.note(f"{error}; what is left of its processes is killed")
 
 
-async def _ask(answer: Any) -> Any:
+async def _ask(answer: Any, limit_s: float = PATIENCE_S) -> Any:
     from sluice.deploy.ray_errors import call
 
-    return await call("the controller", answer)
+    return await within(limit_s, CONTROLLER, call(CONTROLLER, answer))
