@@ -60,23 +60,25 @@ def demand_of(options: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(count) for name, count in wanted.items() if count}
 
 
-def why_unplaced(role: str, demand: Mapping[str, float], hosts: Sequence[HostResources]) -> str:
+def what_is_missing(role: str, demand: Mapping[str, float], hosts: Sequence[HostResources]) -> str:
     """Why no host has a place for the process, and the way out; empty if one has.
 
     Only hosts that offer the custom resources of the demand are named, if there are any.
     """
     lacking = {host.address: host.lacks(demand) for host in hosts}
     if not all(lacking.values()):
-        return ""
+        return ""  # somebody has just left
     marks = [name for name in demand if name not in ("CPU", "GPU")]
     offering = [h.address for h in hosts if all(h.total.get(name, 0) for name in marks)]
     needs = " and ".join(f"{count:g} {name}" for name, count in demand.items())
     found = "; ".join(f"{host} has {', '.join(lacking[host])}" for host in offering or lacking)
-    config = "" if role == ROUTER else f", lower {role}.num_cpus or {role}.num_gpus in the config"
+    settings = [f"{role}.num_cpus", *([f"{role}.num_gpus"] if "GPU" in demand else [])]
+    lower = "" if role == ROUTER else f", lower {' or '.join(settings)} in the config"
+    offer = "".join(f" --resources '{{\"{name}\": N}}'" for name in marks)
     return (
         f"no host has room for it: it needs {needs}; {found or 'there is no host'}. Scale a role "
-        f"down{config}, or start Ray with more on a host: ray start --num-cpus N "
-        f"--resources '{{\"{role}\": N}}'"
+        f"down{lower}, or start Ray on a host with more: ray start --num-cpus N{offer} (Ray counts "
+        "CPUs and does not bind them: N may be more than the host has)"
     )
 
 

@@ -11,20 +11,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import ray
-from ray._private.state import available_resources_per_node  # no public call tells it by host
 from ray.exceptions import RayError
 
 from sluice.deploy.clients import RayCluster, RayDecodeClient, RayPrefillClient
 from sluice.deploy.node_actors import DecodeActor, PrefillActor
-from sluice.deploy.placement import (
-    ROUTER,
-    HostResources,
-    demand_of,
-    node_options,
-    router_options,
-    why_unplaced,
-)
+from sluice.deploy.placement import ROUTER, demand_of, node_options, router_options
 from sluice.deploy.ray_errors import call, mapped
+from sluice.deploy.ray_pending import why_unplaced
 from sluice.deploy.router_actor import RouterActor
 from sluice.deploy.waiting import within
 from sluice.engine.config import RoleConfig, SluiceConfig
@@ -95,8 +88,9 @@ class RayProcess(ABC):
         if self._exists:
             return ""
         with mapped("Ray"):
-            hosts = await asyncio.to_thread(_hosts)
-        return why_unplaced(self._placed_role, self._demand, hosts)
+            return await asyncio.to_thread(
+                why_unplaced, self._placed_role, self._actor._actor_id.hex(), self._demand
+            )
 
     async def kill(self) -> None:
         if self._made is None:
@@ -244,13 +238,3 @@ class RayRouter(RayProcess):
         controller = RayCluster(ray.get_runtime_context().current_actor)
         made = ray.remote(RouterActor).options(**options)
         return made.remote(self._config, controller, self._name)
-
-
-def _hosts() -> list[HostResources]:
-    """The hosts of the cluster that live."""
-    free = available_resources_per_node()
-    return [
-        HostResources(host["NodeManagerAddress"], host["Resources"], free.get(host["NodeID"], {}))
-        for host in ray.nodes()
-        if host["Alive"]
-    ]

@@ -19,6 +19,11 @@ def pid(actor):
     return ray.get(ray.get_actor(actor).__ray_call__.remote(lambda self: os.getpid()))
 
 
+def routers():
+    """Names of the router actors that live."""
+    return [name for name in ray.util.list_named_actors() if name.startswith("router-")]
+
+
 def deaden(pool, *nodes):
     """Let reads of the pool give zeros on these nodes, whatever was written."""
 
@@ -53,7 +58,13 @@ def change(pool, nodes, inside):
     ray.get([ray.get_actor(node).__ray_call__.remote(in_loop) for node in nodes])
 
 
-COMMANDS = {"has_torch": has_torch, "pid": pid, "deaden": deaden, "revive": revive}
+COMMANDS = {
+    "has_torch": has_torch,
+    "pid": pid,
+    "routers": routers,
+    "deaden": deaden,
+    "revive": revive,
+}
 
 if __name__ == "__main__":
     ray.init(sys.argv[1], namespace=sys.argv[2], log_to_driver=False, logging_level="ERROR")

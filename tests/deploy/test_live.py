@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import httpx
 import openai
@@ -189,6 +190,48 @@ async def test_a_killed_router_comes_back_under_its_url(live):
         await cut
     await asyncio.to_thread(until, lambda: answers(live), every_s=0.1)
     assert chat(live)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_node_whose_process_is_asked_to_end_is_replaced_without_a_gap(live, role):
+    async with client(live) as http:
+        expected, retries = await stream(http, seed=97), retried(live)
+        [node] = live.nodes(role)
+        pid, begun = live.inside("pid", node), asyncio.Event()
+        running = asyncio.create_task(stream(http, seed=97, begun=begun))
+        await asyncio.wait_for(begun.wait(), 60)
+        os.kill(pid, signal.SIGTERM)
+        while await asyncio.to_thread(live.nodes, role) in ([node], []):
+            assert (await stream(http, seed=96))[1] == "length"
+        assert await running == expected
+    until(lambda: not is_running(pid))
+    assert node not in live.nodes(role)
+    assert retried(live) == retries
+
+
+async def test_a_router_that_is_asked_to_end_finishes_its_streams_and_another_keeps_the_nodes(live):
+    [router] = live.inside("routers")
+    pid, begun = live.inside("pid", router), asyncio.Event()
+    running = asyncio.create_task(stream(client(live), seed=95, begun=begun))
+    await asyncio.wait_for(begun.wait(), 60)
+    os.kill(pid, signal.SIGTERM)
+    assert (await running)[1] == "length"
+    await asyncio.to_thread(until, lambda: not is_running(pid) and answers(live), every_s=0.1)
+    [node] = live.nodes("decode")
+    os.kill(live.inside("pid", node), signal.SIGKILL)
+    await asyncio.to_thread(until, lambda: live.nodes("decode") not in ([node], []))
+    assert chat(live)
+
+
+def retried(live):
+    return sum(v for (name, _), v in live.metrics().items() if name == "sluice:retries_total")
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def answers(live):

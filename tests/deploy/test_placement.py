@@ -4,7 +4,15 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from sluice.deploy import ray_errors
-from sluice.deploy.placement import check_gpus, node_options, router_options, unplaced_roles
+from sluice.deploy.placement import (
+    HostResources,
+    check_gpus,
+    demand_of,
+    node_options,
+    router_options,
+    unplaced_roles,
+    what_is_missing,
+)
 from sluice.engine.config import RoleConfig, parse_config
 from sluice.engine.protocol import ConfigError, NodeError, NodeLost, Refused, Role
 
@@ -45,3 +53,28 @@ def test_any_other_error_becomes_a_node_error_with_its_words():
     error = ray_errors.translate(RayTaskError("run", "trace", KeyError("swa")), "prefill-0")
     assert type(error) is NodeError
     assert "swa" in str(error)
+
+
+def test_a_process_without_a_place_names_what_is_short_on_which_host_and_the_way_out():
+    cluster = {"CPU": 2.0, "decode": 1.0}
+    demand = demand_of(node_options(Role.DECODE, RoleConfig(num_cpus=2), cluster))
+    full = HostResources("10.0.0.1", cluster, {"CPU": 1.0, "decode": 1.0})
+    without = HostResources("10.0.0.2", {"CPU": 1.0}, {"CPU": 1.0})
+    words = what_is_missing(Role.DECODE, demand, [full, without])
+    assert "needs 2 CPU and 1 decode; 10.0.0.1 has 1 of 2 CPU free." in words
+    assert "decode.num_cpus" in words and """--resources '{"decode": N}'""" in words
+    assert "GPU" not in words and "10.0.0.2" not in words
+
+
+def test_hosts_that_all_lack_a_resource_are_all_named():
+    demand = demand_of(node_options(Role.PREFILL, RoleConfig(num_gpus=1), {}))
+    hosts = [HostResources(f"10.0.0.{n}", {"CPU": 1.0}, {"CPU": 1.0}) for n in (1, 2)]
+    words = what_is_missing(Role.PREFILL, demand, hosts)
+    assert "10.0.0.1 has 0 of 0 GPU free; 10.0.0.2 has 0 of 0 GPU free" in words
+    assert "prefill.num_gpus" in words
+
+
+def test_nothing_is_missing_where_a_host_has_room():
+    free = HostResources("10.0.0.1", {"CPU": 4.0, "router": 1.0}, {"CPU": 1.0, "router": 1.0})
+    demand = demand_of(router_options(free.total))
+    assert what_is_missing("router", demand, [free]) == ""
