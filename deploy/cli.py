@@ -289,16 +289,25 @@ def _system_message(text: str | None, file: Path | None) -> list[dict[str, str]]
 
 
 def _wait(router: RouterClient, what: str, done: Callable[[dict[str, Any]], bool]) -> None:
-    """Poll the status until `done`, and say what nodes wait for; Ctrl-C only stops the waiting."""
-    said: set[str] = set()
+    """Poll the status until `done`; Ctrl-C only stops the waiting.
+
+    Says what nodes wait for that have no place, and why nodes died that did not live from now on.
+    """
+    found = router.status()
+    said = {_words(node) for node in found["nodes"] if node["state"] == "dead"}
     with stderr.status(what):
-        while not done(found := router.status()):
-            for node in found["nodes"]:
-                words = f"{node['id']}: {node['detail']}"
-                if node["state"] == "starting" and node["detail"] and words not in said:
+        while not done(found):
+            told = [node for node in found["nodes"] if node["state"] in ("starting", "dead")]
+            for words in [_words(node) for node in told if node["detail"]]:
+                if words not in said:
                     said.add(words)
                     _say(words)
             time.sleep(POLL_S)
+            found = router.status()
+
+
+def _words(node: dict[str, Any]) -> str:
+    return f"{node['id']} {node['state']}: {node['detail']}"
 
 
 def _say(words: str) -> None:

@@ -74,6 +74,7 @@ class Controller:
         self._serving = News()  # who serves: routers are told
         self._introductions = Introductions(lambda: list(self._nodes.values()), self._started)
         self._background = Background()
+        self._stopping = False
 
     async def start(self) -> str:
         """Start the routers, then begin to start nodes. Returns the URL. Raises ConfigError."""
@@ -153,6 +154,7 @@ class Controller:
 
         What fails at one does not keep the others from being ended.
         """
+        self._stopping = True
         await _all_of(router.stop() for router in self._routers)
         await self._background.drain(limit_s=0)
         await _all_of(node.handle.stop() for node in self._nodes.values())
@@ -179,7 +181,7 @@ class Controller:
 
     def _reconcile(self) -> None:
         """Start the nodes that are missing and let go of those that are too many."""
-        for role, target in self._targets.items():
+        for role, target in ({} if self._stopping else self._targets).items():
             counting = [n for n in self._nodes.values() if n.role is role and n.counts]
             for node in _expendable(counting)[: max(0, len(counting) - target)]:
                 self._let_go(node)

@@ -51,7 +51,9 @@ def start(
             time.sleep(POLL_S)
     except KeyboardInterrupt:
         process.send_signal(signal.SIGTERM)
-        process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(AT_ONCE_LIMIT_S)
+        process.kill()  # if it is there still; Ray ends what it had started
         raise
     last_words = log.read_text(errors="replace").rpartition("error: ")[2].strip()
     raise (ConfigError if process.returncode == EXIT_CONFIG else NodeError)(last_words)

@@ -92,6 +92,8 @@ class RouterActor(Leaving):
     async def _leave(self) -> None:
         """Stop once the process is asked to end."""
         await self.leaving.wait()
+        if self._config.router.replicas > 1:
+            self._server.stop_listening()  # connections go to the other routers
         await self.stop(LEAVE_LIMIT_S)
 
     async def has_torch(self) -> bool:

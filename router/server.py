@@ -56,6 +56,11 @@ class RunningServer:
         self._server.should_exit = True
         await self._task
 
+    def stop_listening(self) -> None:
+        """Take no more connections; those there are go on. Others at the port get what comes."""
+        for server in self._server.servers:
+            server.close()
+
     async def wait_closed(self) -> None:
         """Return when the server has ended."""
         await asyncio.shield(self._task)

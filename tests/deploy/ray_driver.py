@@ -24,6 +24,11 @@ def routers():
     return [name for name in ray.util.list_named_actors() if name.startswith("router-")]
 
 
+def tell_late(router):
+    """Tell a router of no nodes, as a message that comes after all others."""
+    ray.get(ray.get_actor(router).set_nodes.remote(0, [], [], []))
+
+
 def deaden(pool, *nodes):
     """Let reads of the pool give zeros on these nodes, whatever was written."""
 
@@ -62,6 +67,7 @@ COMMANDS = {
     "has_torch": has_torch,
     "pid": pid,
     "routers": routers,
+    "tell_late": tell_late,
     "deaden": deaden,
     "revive": revive,
 }

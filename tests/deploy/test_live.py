@@ -69,6 +69,11 @@ def test_the_routers_process_has_no_torch(live):
     assert live.inside("has_torch", "router-0") is False
 
 
+def test_a_router_ignores_a_list_of_nodes_that_comes_late(live):
+    live.inside("tell_late", "router-0")
+    assert chat(live)
+
+
 async def complete(http, prompt, **options):
     body = {"model": MODEL, "prompt": prompt, "temperature": 0, **options}
     answer = await http.post("/v1/completions", json=body)
