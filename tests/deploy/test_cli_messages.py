@@ -9,6 +9,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
+from sluice.deploy import state
 from sluice.deploy.cli import app
 from sluice.engine.protocol import ConfigError
 
@@ -78,6 +79,14 @@ def test_a_taken_port_is_named_with_the_way_out(config_file):
         message = failed("up", config_file({("router", "port"): port}))
     assert f"router.port {port}" in message
     assert "--port" in message
+
+
+def test_a_second_start_of_a_namespace_is_told_that_it_runs_not_that_its_port_is_taken(config_file):
+    with socket.create_server(("127.0.0.1", 0)) as taken, state.hold("sluice"):
+        port = taken.getsockname()[1]
+        message = failed("up", config_file({("router", "port"): port}))
+    assert "'sluice' is already running" in message
+    assert "sluice down --namespace sluice" in message
 
 
 @pytest.mark.parametrize(
