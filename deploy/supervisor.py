@@ -23,11 +23,12 @@ from sluice.deploy import ray_environment, state
 from sluice.deploy.race import first_of
 from sluice.deploy.waiting import within
 from sluice.engine.config import SluiceConfig
-from sluice.engine.protocol import ClusterState, ConfigError, NodeState, SluiceError
+from sluice.engine.protocol import ClusterState, ConfigError, NodeLost, NodeState, SluiceError
 
 REFRESH_S = 0.2
 PATIENCE_S = 60.0  # with a silent controller: the nodes and routers serve without it
 STOP_LIMIT_S = 100.0  # routers, then nodes, each within limits of its own; then all is killed
+LOST_STOP_LIMIT_S = 5.0
 CONTROLLER = "the controller"
 
 
@@ -68,12 +69,16 @@ def supervise(config: SluiceConfig, config_path: Path, display: Display) -> None
 async def _run(config: SluiceConfig, deployment: state.Deployment, display: Display) -> None:
     signalled = _on_signals()
     controller = _start_controller(config)
+    stop_limit_s = STOP_LIMIT_S
     try:
         await first_of(_serve(controller, deployment, display), signalled.wait())
+    except NodeLost:
+        stop_limit_s = LOST_STOP_LIMIT_S  # it is gone, or has been silent for long enough
+        raise
     finally:
         display.stopping()
         signalled.clear()
-        await first_of(_stop(controller, display), signalled.wait())
+        await first_of(_stop(controller, display, stop_limit_s), signalled.wait())
 
 
 def _on_signals() -> asyncio.Event:
@@ -143,9 +148,9 @@ async def _show(controller: Any, record: state.Record, display: Display) -> None
         await asyncio.sleep(REFRESH_S)
 
 
-async def _stop(controller: Any, display: Display) -> None:
+async def _stop(controller: Any, display: Display, limit_s: float) -> None:
     try:
-        await _ask(controller.stop.remote(), STOP_LIMIT_S)
+        await _ask(controller.stop.remote(), limit_s)
     except SluiceError as error:  # the controller's death may be what ended the deployment
         display.note(f"{error}; what is left of its processes is killed")
 
