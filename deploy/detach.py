@@ -29,8 +29,8 @@ def start(
     say: gets what processes wait for that cannot be started for now. Raises ConfigError or
     NodeError with what it said if it ends instead.
     """
+    state.own_folder(namespace)
     log = state.log_file(namespace)
-    log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "sluice.deploy.cli", "up", *up_arguments],

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 import ray
 
 from sluice.deploy.collector import spare_streams
+from sluice.deploy.interfaces import bound
 from sluice.deploy.logs import log_to_stderr
 from sluice.deploy.termination import Leaving
 from sluice.engine import tracing
@@ -85,6 +86,7 @@ class NodeActor(Leaving, ABC):
     async def start(self) -> NodeInfo:
         """Load the model and start the node. Raises ConfigError."""
         tracing.export_to(self._config.router.otlp_endpoint, self._node_id)
+        self._config = bound(self._config, self._node_id, self._host)
         self._face = await asyncio.to_thread(self._load)
         self._face.node.start()
         self._running = True

@@ -12,6 +12,7 @@ import socket
 from pathlib import Path
 
 from sluice.cache.spec import PoolSpec
+from sluice.deploy.interfaces import check_interface
 from sluice.engine import tracing
 from sluice.engine.config import RoleConfig, RouterConfig, SluiceConfig
 from sluice.engine.protocol import ConfigError
@@ -113,6 +114,8 @@ def check_transfer(config: SluiceConfig) -> None:
             "transfer.backend is 'local', which moves pages within one process only; nodes run in "
             "processes of their own here, use a NIXL backend such as UCX"
         )
+    if config.ray.address is None and config.transfer.interface is not None:
+        check_interface(config.transfer.interface)
 
 
 def check_api_keys(section: str, path: Path | None) -> None:

@@ -1,8 +1,9 @@
 """The Ray a deployment runs on: one of its own on this machine, or a running cluster.
 
-An embedded Ray takes free ports and keeps its files in a folder of its own, so that several run
-side by side; it ends with this process. Ray authenticates with a token: an embedded Ray makes one
-by itself, a cluster wants the one it was started with (see ray_environment.py).
+An embedded Ray takes free ports of the loopback interface and keeps its files in a folder that only
+its user may enter, so that several run side by side; it ends with this process. Ray authenticates
+with a token: an embedded Ray has one of its own, a cluster wants the one it was started with (see
+ray_environment.py).
 """
 
 from __future__ import annotations
@@ -22,11 +23,14 @@ from ray.exceptions import RayError
 
 from sluice.deploy import state
 from sluice.deploy.placement import check_gpus, embedded_cpus, unplaced_roles
-from sluice.deploy.ray_environment import TOKEN_HELP
+from sluice.deploy.ray_environment import LOOPBACK, TOKEN_HELP
 from sluice.engine.config import SluiceConfig
 from sluice.engine.protocol import ConfigError
 
 OBJECT_STORE_BYTES = 100 << 20  # messages are small; pages never pass through Ray's store
+RAYS_FOLDER = "r"  # in one of ours that nobody else may enter: Ray opens its own to everybody
+PRIVATE = 0o077  # umask of all its processes: logs and sockets are their user's alone
+MIN_FREE_BYTES = 64 << 20  # logs of some hours; with a full disk Ray ends without a word
 LONGEST_PARENT = 20  # characters; Ray's socket paths below it must fit into 107
 
 SHUTDOWN_LIMIT_S = 30.0  # it takes a second or two
@@ -67,7 +71,19 @@ def _ended_within(limit_s: float) -> Iterator[None]:
 
 
 def _start(config: SluiceConfig, files: Path) -> None:
-    """Start a Ray for this deployment alone."""
+    """Start a Ray for this deployment alone. Raises ConfigError."""
+    os.umask(PRIVATE)
+    try:
+        _init(config, files)
+    except (RayError, OSError, RuntimeError, ValueError, TimeoutError) as error:
+        raise ConfigError(
+            f"Ray does not start on this machine, with its files in {files}: "
+            f"{_first_line(error)}; is there room and memory, and may processes be started?"
+        ) from error
+    check_gpus(config, ray.cluster_resources())
+
+
+def _init(config: SluiceConfig, files: Path) -> None:
     ray.init(
         address="local",
         namespace=config.ray.namespace,
@@ -76,12 +92,12 @@ def _start(config: SluiceConfig, files: Path) -> None:
         include_dashboard=False,
         log_to_driver=False,
         logging_level=logging.ERROR,
-        _temp_dir=str(files),
+        _node_ip_address=LOOPBACK,
+        _temp_dir=str(files / RAYS_FOLDER),
         _system_config={
             "worker_niceness": 0
         },  # the nodes are the work, Ray would yield to all else
     )
-    check_gpus(config, ray.cluster_resources())
 
 
 def _join(config: SluiceConfig, say: Say) -> None:
@@ -109,15 +125,29 @@ def _join(config: SluiceConfig, say: Say) -> None:
 def _fresh_files(namespace: str) -> Path:
     """An empty folder for Ray's files; what a killed predecessor left there goes.
 
-    The namespace is ours alone while its lock is held, so its folder can have a fixed name.
+    The namespace is ours alone while its lock is held, so its folder can have a fixed name. Raises
+    ConfigError.
     """
-    usual = tempfile.gettempdir()
-    parent = usual if len(usual) <= LONGEST_PARENT else "/tmp"
     owner = hashlib.sha256(str(state.folder(namespace).absolute()).encode()).hexdigest()
-    files = Path(parent) / f"sluice-{owner[:10]}"
-    if files.exists():
-        shutil.rmtree(files)
-    files.mkdir(mode=0o700)
+    try:
+        usual = tempfile.gettempdir()
+        parent = usual if len(usual) <= LONGEST_PARENT else "/tmp"
+        files = Path(parent) / f"sluice-{owner[:10]}"
+        if files.exists():
+            shutil.rmtree(files)
+        files.mkdir(mode=0o700)
+        free = shutil.disk_usage(files).free
+    except OSError as error:
+        raise ConfigError(
+            f"a folder for Ray's files cannot be made: {error}; set TMPDIR to one of at most "
+            f"{LONGEST_PARENT} characters that you may write to"
+        ) from error
+    if free < MIN_FREE_BYTES:
+        files.rmdir()
+        raise ConfigError(
+            f"{parent} has {free >> 20} MiB free, expected at least {MIN_FREE_BYTES >> 20} for "
+            "Ray's files; make room there, or set TMPDIR to another folder"
+        )
     return files
 
 

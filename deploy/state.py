@@ -40,8 +40,32 @@ class Deployment:
 
 
 def folder(namespace: str) -> Path:
-    root = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    """Raises ConfigError where a user has no home."""
+    try:
+        root = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    except RuntimeError as error:
+        raise ConfigError(
+            f"no home folder ({error}); set XDG_STATE_HOME to a folder that you may write to"
+        ) from error
     return Path(root) / "sluice" / namespace
+
+
+def own_folder(namespace: str) -> Path:
+    """The namespace's folder, made if need be, which nobody else may enter. Raises ConfigError."""
+    where = folder(namespace)
+    try:
+        where.mkdir(parents=True, exist_ok=True)
+        where.chmod(0o700)
+    except OSError as error:
+        raise _unusable(where, error) from error
+    return where
+
+
+def _unusable(where: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"{where}: {error.strerror or error}; what runs is noted there, set XDG_STATE_HOME to a "
+        "folder that you may write to"
+    )
 
 
 def log_file(namespace: str) -> Path:
@@ -54,9 +78,7 @@ def hold(namespace: str) -> Iterator[None]:
 
     Raises ConfigError if another process is.
     """
-    where = folder(namespace)
-    where.mkdir(parents=True, exist_ok=True)
-    with (where / "lock").open("w") as lock:
+    with _lock_file(own_folder(namespace)) as lock:
         _lock(lock, namespace)
         try:
             yield
@@ -68,8 +90,11 @@ def write(deployment: Deployment) -> None:
     """Replace the record; call it inside `hold`."""
     record = _record(deployment.namespace)
     draft = record.with_suffix(".new")
-    draft.write_text(json.dumps(asdict(deployment), indent=2) + "\n")
-    draft.replace(record)  # readers see the old or the new one, never half of it
+    try:
+        draft.write_text(json.dumps(asdict(deployment), indent=2) + "\n")
+        draft.replace(record)  # readers see the old or the new one, never half of it
+    except OSError as error:  # a full disk
+        raise _unusable(record.parent, error) from error
 
 
 class Record:
@@ -97,6 +122,8 @@ def find(namespace: str) -> Deployment | None:
         return Deployment(**json.loads(record.read_text()))
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise _unusable(record, error) from error
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"{record}: {error}; another version of sluice has written it, use that one, or end "
@@ -107,19 +134,28 @@ def find(namespace: str) -> Deployment | None:
 def running() -> list[str]:
     """Namespaces that a supervisor holds."""
     root = folder("x").parent
-    return sorted(p.name for p in root.iterdir() if is_held(p.name)) if root.is_dir() else []
+    try:
+        names = sorted(path.name for path in root.iterdir())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise _unusable(root, error) from error
+    return [name for name in names if is_held(name)]
 
 
 def is_held(namespace: str) -> bool:
-    """Whether a supervisor of this namespace lives."""
+    """Whether a supervisor of this namespace lives. Raises ConfigError if nobody can tell."""
+    where = folder(namespace)
     try:
-        with (folder(namespace) / "lock").open("r") as lock:
+        with (where / "lock").open("r") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return False
     except FileNotFoundError:
         return False
     except BlockingIOError:
         return True
+    except OSError as error:
+        raise _unusable(where, error) from error
 
 
 def check_free(namespace: str) -> None:
@@ -137,6 +173,13 @@ def _lock(lock: IO[str], namespace: str) -> None:
         except BlockingIOError:
             time.sleep(LOCK_RETRY_S)
     raise ConfigError(_already(namespace))
+
+
+def _lock_file(where: Path) -> IO[str]:
+    try:
+        return (where / "lock").open("w")
+    except OSError as error:
+        raise _unusable(where, error) from error
 
 
 def _record(namespace: str) -> Path:

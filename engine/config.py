@@ -158,9 +158,13 @@ class RouterConfig(Section):
         return endpoint if endpoint is None else _url(endpoint)
 
 
+INTERFACE = r"^[A-Za-z0-9._:@-]{1,64}$"  # eth0, or a port of an RDMA device: mlx5_0:1
+
+
 class TransferConfig(Section):
     backend: str = "UCX"  # NIXL backend, or "local" within one process
     backend_params: dict[str, str] = Field(default_factory=dict)
+    interface: str | None = Field(None, pattern=INTERFACE)  # UCX's; default: the Ray address's one
     mode: Literal["write", "read"] = "write"  # prefill writes pages, or decode reads them
     lease_s: float = Field(30.0, gt=0)  # how long a grant outlives its last sign of progress
     checksum: Literal["off", "sample", "full"] = "off"  # xxhash of all, or some, rows of each pool

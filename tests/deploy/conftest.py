@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import random
+import secrets
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from sluice.cache.spec import Full, PoolSpec
-from sluice.deploy import state
+from sluice.deploy import ray_environment, state
 from sluice.engine.config import parse_config
 from sluice.engine.protocol import NodeInfo, NodeLost, Role, RouterStatus
 
@@ -233,6 +234,7 @@ class Live:
     url: str
     namespace: str
     driver: subprocess.Popen
+    pid: int  # of its supervisor
 
     def sluice(self, *arguments):
         """Run a command on this deployment; returns its stdout."""
@@ -265,6 +267,7 @@ def live(tmp_path_factory):
     namespace = f"test-{os.getpid()}"
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))  # for the driver, which joins
         up = ["up", str(ROOT / "deploy/configs/local.yaml"), "--detach", "--port", "0"]
         sluice(*up, "--namespace", namespace)
         stack.callback(sluice, "down", "--namespace", namespace)
@@ -275,11 +278,11 @@ def live(tmp_path_factory):
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
-                env={**os.environ, "RAY_AUTH_MODE": "token"},
+                env={**os.environ, "RAY_AUTH_MODE": "token", ray_environment.ONE_HOST: "0"},
             )
         )
         stack.callback(driver.kill)  # Ray's own way out of a driver may take for ever
-        yield Live(record["url"], namespace, driver)
+        yield Live(record["url"], namespace, driver, record["pid"])
 
 
 def sluice(*arguments):
