@@ -10,11 +10,12 @@ import difflib
 import re
 import types
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
-import yaml
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -24,14 +25,40 @@ from pydantic import (
 )
 
 from sluice.engine.protocol import ConfigError, Role
+from sluice.engine.reading import read_text, reading, shown
+from sluice.engine.strict_yaml import YamlFault, parse_yaml
+
+UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+MAX_SHOWN = 20  # problems of one config that are told
+
+# Limits beyond every machine: with them no product or sum of two numbers leaves its type.
+Tokens = Annotated[int, Field(gt=0, le=1 << 30)]
+Bytes = Annotated[int, Field(gt=0, le=1 << 50)]
+Seconds = Annotated[float, Field(gt=0, le=1e7)]
 
 
 class Section(BaseModel):
     """A part of the config: immutable, and closed to unknown keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_printable(cls, value: Any) -> Any:
+        for text in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(text, str):
+                _printable(text)
+        return value
 
 
+def _printable(text: str) -> str:
+    """No NUL and no half character, which no path, host or line of a log can hold."""
+    if UNPRINTABLE.search(text):
+        raise ValueError("expected text without control characters")
+    return text
+
+
+Printable = Annotated[str, AfterValidator(_printable)]
 AnySection = TypeVar("AnySection", bound=Section)
 
 
@@ -41,7 +68,7 @@ class ModelConfig(Section):
     cache_path: Literal["auto", "hybrid", "native"] = "auto"  # pools; auto: hybrid where there are
     dtype: Literal["float32", "bfloat16"] = "float32"  # weights and activations
     weights: Literal["stored", "dequantized"] = "stored"  # FP8 and FP4 ones: codes, or in dtype
-    max_model_len: int | None = Field(None, gt=0)  # tokens; default: what the checkpoint allows
+    max_model_len: Tokens | None = None  # tokens; default: what the checkpoint allows
     v4_release: Literal["auto", "original", "v0731"] = "auto"  # whose reasoning efforts are written
 
     @property
@@ -52,24 +79,24 @@ class ModelConfig(Section):
 class PoolConfig(Section):
     """A role's own layout of one pool; what is not given comes from the model's declaration."""
 
-    tokens_per_page: int | None = Field(None, gt=0)
+    tokens_per_page: Tokens | None = None
     dtype: str | None = None
     device: Literal["cpu", "cuda", "host"] | None = None
 
 
 class RoleConfig(Section):
-    replicas: int = Field(1, ge=0)  # nodes to start with
-    min_replicas: int = Field(0, ge=0)  # lower limit for scaling
-    max_replicas: int = Field(16, ge=1)  # upper limit for scaling
+    replicas: int = Field(1, ge=0, le=1024)  # nodes to start with
+    min_replicas: int = Field(0, ge=0, le=1024)  # lower limit for scaling
+    max_replicas: int = Field(16, ge=1, le=1024)  # upper limit for scaling
     device: Literal["cpu", "cuda"] = "cpu"
-    cache_bytes: int = Field(256 << 20, gt=0)  # memory for all pools of one node
+    cache_bytes: Bytes = 256 << 20  # memory for all pools of one node
     pools: dict[str, PoolConfig] = Field(default_factory=dict)
-    max_batch_tokens: int = Field(512, gt=0)  # tokens one step computes (the chunk size)
-    max_running_requests: int = Field(16, gt=0)  # requests a node holds pages for
+    max_batch_tokens: Tokens = 512  # tokens one step computes (the chunk size)
+    max_running_requests: int = Field(16, gt=0, le=65_536)  # requests a node holds pages for
     prefix_cache: bool = True  # keep pages of finished work for requests that begin the same
-    resume_every_tokens: int = Field(4096, gt=0)  # prefill: where in long prompts work can resume
-    num_cpus: int = Field(1, ge=1)  # CPU cores, and torch threads, of one node
-    num_gpus: int = Field(0, ge=0)
+    resume_every_tokens: Tokens = 4096  # prefill: where in long prompts work can resume
+    num_cpus: int = Field(1, ge=1, le=1024)  # CPU cores, and torch threads, of one node
+    num_gpus: int = Field(0, ge=0, le=1024)
     tensor_parallel: Literal[1] = 1
 
     @model_validator(mode="after")
@@ -95,7 +122,7 @@ class CanaryConfig(Section):
     model: str = ""  # its model's name in the API; default: the name the client gives
     weight: float = Field(0.1, ge=0, le=1)  # share of the requests; 1: all
     shadow: bool = True  # a copy goes there and is compared; false: clients get its answers
-    timeout_s: float = Field(60.0, gt=0)  # for its answer; streamed to a client, for each piece
+    timeout_s: Seconds = 60.0  # for its answer; streamed to a client, for each piece
     api_keys_file: Path | None = None  # the first key in it is sent to the canary
 
     @model_validator(mode="before")
@@ -124,10 +151,10 @@ class RouterConfig(Section):
     replicas: int = Field(1, ge=1, le=64)  # router processes; those of one host share the port
     prefill_policy: PolicyName = "cache_aware"
     decode_policy: PolicyName = "cache_aware"
-    local_prefill_below_tokens: int = Field(0, ge=0)  # shorter prompts are computed on decode
-    max_queue: int = Field(1024, ge=0)  # requests that may wait
-    request_timeout_s: float = Field(600.0, gt=0)  # from arrival to last token
-    keep_alive_s: int = Field(75, gt=0)  # an idle connection stays; longer than clients keep theirs
+    local_prefill_below_tokens: int = Field(0, ge=0, le=1 << 30)  # shorter: computed on decode
+    max_queue: int = Field(1024, ge=0, le=1 << 30)  # requests that may wait
+    request_timeout_s: Seconds = 600.0  # from arrival to last token
+    keep_alive_s: int = Field(75, gt=0, le=86_400)  # of idle connections; longer than clients'
     api_keys_file: Path | None = None  # `KEY` or `admin:KEY` a line
     tls_cert_file: Path | None = None  # PEM, with its chain: serve HTTPS
     tls_key_file: Path | None = None  # PEM, without a passphrase
@@ -163,12 +190,12 @@ INTERFACE = r"^[A-Za-z0-9._:@-]{1,64}$"  # eth0, or a port of an RDMA device: ml
 
 class TransferConfig(Section):
     backend: str = "UCX"  # NIXL backend, or "local" within one process
-    backend_params: dict[str, str] = Field(default_factory=dict)
+    backend_params: dict[str, Printable] = Field(default_factory=dict)
     interface: str | None = Field(None, pattern=INTERFACE)  # UCX's; default: the Ray address's one
     mode: Literal["write", "read"] = "write"  # prefill writes pages, or decode reads them
-    lease_s: float = Field(30.0, gt=0)  # how long a grant outlives its last sign of progress
+    lease_s: Seconds = 30.0  # how long a grant outlives its last sign of progress
     checksum: Literal["off", "sample", "full"] = "off"  # xxhash of all, or some, rows of each pool
-    staging_bytes: int = Field(64 << 20, gt=0)  # for rows that change layout; taken when needed
+    staging_bytes: Bytes = 64 << 20  # for rows that change layout; taken when needed
 
 
 class RayConfig(Section):
@@ -198,17 +225,14 @@ def load_config(path: Path) -> SluiceConfig:
     Raises ConfigError naming the key, the value, the expectation and, for an unknown key, the
     nearest known one.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"config {path}: {error.strerror or error}; "
-            "give the path of a YAML file, for example deploy/configs/local.yaml"
-        ) from error
-    try:
-        data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"config {path}: not valid YAML: {error}") from error
+    text = read_text(
+        path, "config", "give the path of a YAML file, for example deploy/configs/local.yaml"
+    )
+    with reading(f"config {path}"):
+        try:
+            data = parse_yaml(text)
+        except YamlFault as error:
+            raise ConfigError(f"config {path}: {error}") from error
     if not isinstance(data, dict):
         raise ConfigError(
             f"config {path}: expected keys such as `model:`, got {type(data).__name__}"
@@ -228,7 +252,12 @@ def load_config(path: Path) -> SluiceConfig:
 def _resolved(section: AnySection, key: str, base: Path) -> AnySection:
     """The section with the path at `key`, if there is one, taken relative to `base`."""
     path = getattr(section, key)
-    return section if path is None else section.model_copy(update={key: base / path.expanduser()})
+    if path is None:
+        return section
+    try:
+        return section.model_copy(update={key: base / path.expanduser()})
+    except RuntimeError as error:  # `~somebody` whom this machine does not know
+        raise ConfigError(f"{key} {path}: {error}; write the folder's whole path") from error
 
 
 def parse_config(data: Mapping[str, Any], source: str = "config") -> SluiceConfig:
@@ -236,22 +265,22 @@ def parse_config(data: Mapping[str, Any], source: str = "config") -> SluiceConfi
     try:
         return SluiceConfig.model_validate(data)
     except ValidationError as error:
-        problems = "\n".join(f"  {line}" for line in _explain(error))
+        problems = "\n".join(f"  {line}" for line in islice(_explain(error), MAX_SHOWN))
         raise ConfigError(f"{source}: {error.error_count()} problem(s)\n{problems}") from error
 
 
 def _explain(error: ValidationError) -> Iterator[str]:
     for problem in error.errors():
-        key = ".".join(str(part) for part in problem["loc"])
+        key = ".".join(str(part)[:80] for part in problem["loc"])
         if problem["type"] == "extra_forbidden":
             known = _known_keys(problem["loc"][:-1])
-            close = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1, cutoff=0.5)
+            close = difflib.get_close_matches(str(problem["loc"][-1])[:80], known, n=1, cutoff=0.5)
             hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
             yield f"{key}: unknown key; {hint}"
         elif problem["type"] == "missing":
             yield f"{key}: missing; it has no default"
         else:
-            yield f"{key}: {problem['msg']}, got {problem['input']!r}"
+            yield f"{key}: {problem['msg']}, got {shown(problem['input'])}"
 
 
 def _known_keys(location: tuple[int | str, ...]) -> list[str]:

@@ -15,6 +15,7 @@ ALL = {
 WORDS = {
     "engine.protocol",
     "engine.config",
+    "engine.reading",
     "engine.tracing",
     "engine.limits",
     "engine.grammar",
@@ -38,6 +39,7 @@ TORCH_FREE = (
     "cache/journal.py",
     "engine/protocol.py",
     "engine/config.py",
+    "engine/reading.py",
     "engine/tracing.py",
     "engine/limits.py",
     "engine/grammar.py",
