@@ -7,7 +7,6 @@ Two dialects are read. The official one gives `compress_ratios` (0 sliding, 4 CS
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -15,10 +14,13 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from sluice.engine.protocol import ConfigError
-from sluice.model.fields import Fields
+from sluice.engine.reading import read_json as read_object
+from sluice.engine.reading import shown
+from sluice.model.fields import MAX_LAYERS, Fields
 
 Kind = TypeVar("Kind", bound=StrEnum)
 
+MAX_RATIO = 4096  # tokens a compressed row, at most; a page spans two rows of each ratio
 CSA_RATIO = 4  # what makes a layer CSA in the official dialect
 
 
@@ -98,6 +100,8 @@ class DeepseekV4Config:
 
 def _contradictions(config: DeepseekV4Config) -> Iterator[str]:
     heads, groups = config.num_heads, config.o_groups
+    if (last := max(config.eos_token_ids, default=0)) >= config.vocab_size:
+        yield f"eos_token_id is {last}, expected one below vocab_size ({config.vocab_size})"
     if len(config.mlp_types) != config.num_layers:
         yield f"{len(config.mlp_types)} MLP layer types for {config.num_layers} layers"
     if heads % groups:
@@ -120,29 +124,18 @@ def read_config(folder: Path) -> DeepseekV4Config:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises ConfigError."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: {error.strerror or error}; a checkpoint folder holds config.json, "
-            "tokenizer.json and *.safetensors"
-        ) from error
-    except ValueError as error:
-        raise ConfigError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path}: expected a JSON object, got {type(data).__name__}")
-    return data
+    """A JSON object from a file of a checkpoint. Raises ConfigError."""
+    return read_object(
+        path, way_out="a checkpoint folder holds config.json, tokenizer.json and *.safetensors"
+    )
 
 
 def parse_config(data: Mapping[str, Any], source: str = "config.json") -> DeepseekV4Config:
     """A config.json's content, either dialect. Raises ConfigError naming the field."""
     fields = Fields(data, source)
     fields.refuse_other_than(_SUPPORTED)
-    quantization = Fields(fields.get("quantization_config", {}), f"{source}: quantization_config")
-    quantization.refuse_other_than(_QUANTISED)
+    fields.section("quantization_config").refuse_other_than(_QUANTISED)
     layer_types, csa_ratio, hca_ratio = _layers(fields)
-    eos = fields.get("eos_token_id", 1)
     return DeepseekV4Config(
         vocab_size=fields.integer("vocab_size"),
         hidden_size=fields.integer("hidden_size"),
@@ -163,18 +156,18 @@ def parse_config(data: Mapping[str, Any], source: str = "config.json") -> Deepse
         num_experts=fields.integer("n_routed_experts"),
         num_experts_per_token=fields.integer("num_experts_per_tok"),
         expert_width=fields.integer("moe_intermediate_size"),
-        routed_scale=float(fields.require("routed_scaling_factor")),
-        swiglu_limit=float(fields.get("swiglu_limit", 10.0)),
+        routed_scale=fields.number("routed_scaling_factor"),
+        swiglu_limit=fields.number("swiglu_limit", 10.0),
         max_model_len=fields.integer("max_position_embeddings"),
         rope_theta=_main_theta(fields),
         compress_rope_theta=_compress_theta(fields),
         compress_yarn=_compress_yarn(fields),
         hc_mult=fields.integer("hc_mult"),
         hc_sinkhorn_iters=fields.integer("hc_sinkhorn_iters"),
-        hc_eps=float(fields.get("hc_eps", 1e-6)),
-        norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
-        bos_token_id=int(fields.get("bos_token_id", 0)),
-        eos_token_ids=tuple(eos) if isinstance(eos, list) else (int(eos),),
+        hc_eps=fields.number("hc_eps", 1e-6),
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        bos_token_id=fields.count("bos_token_id", 0),
+        eos_token_ids=fields.token_ids("eos_token_id", 1),
     )
 
 
@@ -199,16 +192,22 @@ _QUANTISED: dict[str, Any] = {  # of FP8 weights; whether experts are FP4 the te
 
 def _layers(fields: Fields) -> tuple[tuple[LayerType, ...], int, int]:
     """Layer types, CSA ratio and HCA ratio, from either dialect."""
-    num_layers = fields.integer("num_hidden_layers")
+    num_layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
     if "layer_types" in fields.data:
         types = _types(fields, "layer_types", LayerType, num_layers)
-        rates = fields.get("compress_rates", {})
-        return types, rates.get(LayerType.CSA, CSA_RATIO), rates.get(LayerType.HCA, 128)
-    ratios = fields.require("compress_ratios")[:num_layers]  # more follow for MTP layers
+        rates = fields.section("compress_rates")
+        csa = rates.integer(LayerType.CSA, CSA_RATIO, MAX_RATIO)
+        return types, csa, rates.integer(LayerType.HCA, 128, MAX_RATIO)
+    ratios = fields.sequence("compress_ratios")[:num_layers]  # more follow for MTP layers
     if len(ratios) != num_layers:
         raise fields.error(f"compress_ratios has {len(ratios)} entries for {num_layers} layers")
+    for ratio in ratios:
+        if type(ratio) is not int or not 0 <= ratio <= MAX_RATIO:
+            raise fields.error(
+                f"compress_ratios holds {shown(ratio)}, expected integers from 0 to {MAX_RATIO}"
+            )
     coarse = sorted(set(ratios) - {0, CSA_RATIO})
-    if len(coarse) > 1 or any(type(r) is not int or r < 0 for r in ratios):
+    if len(coarse) > 1:
         raise fields.error(
             f"compress_ratios holds {coarse}, expected 0 (sliding), {CSA_RATIO} (CSA) and one "
             "other ratio (HCA)"
@@ -221,55 +220,58 @@ def _layers(fields: Fields) -> tuple[tuple[LayerType, ...], int, int]:
 def _mlp_types(fields: Fields, num_layers: int) -> tuple[MlpType, ...]:
     if "mlp_layer_types" in fields.data:
         return _types(fields, "mlp_layer_types", MlpType, num_layers)
-    num_hash = min(int(fields.require("num_hash_layers")), num_layers)
+    num_hash = min(fields.count("num_hash_layers"), num_layers)
     return (MlpType.HASH,) * num_hash + (MlpType.TOPK,) * (num_layers - num_hash)
 
 
 def _types(fields: Fields, name: str, kind: type[Kind], num_layers: int) -> tuple[Kind, ...]:
-    values = fields.require(name)
+    values = fields.sequence(name)
     if len(values) != num_layers:
         raise fields.error(f"{name} has {len(values)} entries for {num_layers} layers")
     for number, value in enumerate(values):
         if value not in list(kind):
-            raise fields.error(f"{name}[{number}] is {value!r}, expected one of {', '.join(kind)}")
+            raise fields.error(
+                f"{name}[{number}] is {shown(value)}, expected one of {', '.join(kind)}"
+            )
     return tuple(kind(value) for value in values)
 
 
 def _rope_dim(fields: Fields) -> int:
     if "qk_rope_head_dim" in fields.data:
         return fields.integer("qk_rope_head_dim")
-    return int(fields.integer("head_dim") * float(fields.require("partial_rotary_factor")))
+    return int(fields.integer("head_dim") * fields.number("partial_rotary_factor"))
 
 
-def _rope(fields: Fields, branch: str) -> Mapping[str, Any]:
+def _rope(fields: Fields, branch: str) -> Fields:
     """transformers' parameters of one branch, `main` or `compress`; empty in the other dialect."""
-    return fields.get("rope_parameters", {}).get(branch, {})
+    return fields.section("rope_parameters").section(branch)
 
 
 def _main_theta(fields: Fields) -> float:
     main = _rope(fields, "main")
-    if (kind := main.get("rope_type", "default")) != "default":
-        raise fields.error(f"rope_parameters.main.rope_type is {kind!r}, expected 'default'")
-    return float(main.get("rope_theta") or fields.require("rope_theta"))
+    main.refuse_other_than({"rope_type": "default"})
+    return main.number_or_zero("rope_theta") or fields.number("rope_theta")
 
 
 def _compress_theta(fields: Fields) -> float:
     compress = _rope(fields, "compress")
-    return float(compress.get("rope_theta") or fields.require("compress_rope_theta"))
+    return compress.number_or_zero("rope_theta") or fields.number("compress_rope_theta")
 
 
 def _compress_yarn(fields: Fields) -> YarnConfig | None:
-    yarn = _rope(fields, "compress") or fields.get("rope_scaling", {})
+    compress = _rope(fields, "compress")
+    yarn = compress if compress.data else fields.section("rope_scaling")
     kind = yarn.get("rope_type", yarn.get("type", "default"))
     if kind == "default":
         return None
     if kind != "yarn":
-        raise fields.error(f"rope type of compressed layers is {kind!r}, expected yarn or default")
-    if (attention_factor := yarn.get("attention_factor")) not in (None, 1.0):
-        raise fields.error(f"yarn attention_factor is {attention_factor}, only 1.0 is supported")
+        raise fields.error(
+            f"rope type of compressed layers is {shown(kind)}, expected yarn or default"
+        )
+    yarn.refuse_other_than({"attention_factor": 1.0})
     return YarnConfig(
-        factor=float(yarn["factor"]),
-        original_max_tokens=int(yarn["original_max_position_embeddings"]),
-        beta_fast=float(yarn.get("beta_fast") or 32.0),
-        beta_slow=float(yarn.get("beta_slow") or 1.0),
+        factor=yarn.number("factor"),
+        original_max_tokens=yarn.integer("original_max_position_embeddings"),
+        beta_fast=yarn.number_or_zero("beta_fast") or 32.0,
+        beta_slow=yarn.number_or_zero("beta_slow") or 1.0,
     )

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from sluice.engine.protocol import ConfigError
+from sluice.engine.reading import shown
 from sluice.model.dense_rope_config import RopeConfig, parse_rope
-from sluice.model.fields import Fields
+from sluice.model.fields import MAX_LAYERS, Fields
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class DenseConfig:
 
 
 def _contradictions(config: DenseConfig) -> Iterator[str]:
+    if (last := max(config.eos_token_ids, default=0)) >= config.vocab_size:
+        yield f"eos_token_id is {last}, expected one below vocab_size ({config.vocab_size})"
     if config.num_heads % config.num_kv_heads:
         yield (
             f"num_attention_heads is {config.num_heads}, expected a multiple of "
@@ -84,13 +87,13 @@ def parse_dense_config(data: Mapping[str, Any], source: str, architecture: str) 
         architecture=architecture,
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden_size,
-        num_layers=fields.integer("num_hidden_layers"),
+        num_layers=fields.integer("num_hidden_layers", maximum=MAX_LAYERS),
         num_heads=num_heads,
         num_kv_heads=fields.integer("num_key_value_heads", num_heads),
         head_dim=fields.integer("head_dim", family.head_dim or hidden_size // num_heads),
         mlp_width=fields.integer("intermediate_size"),
         max_model_len=max_model_len,
-        norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
         rope=parse_rope(fields, max_model_len),
         qkv_bias=family.qkv_bias or biased,
         output_bias=biased,
@@ -108,25 +111,29 @@ def _refuse_unsupported(fields: Fields, family: _Family) -> None:
     if family.bias_field is None:
         supported["attention_bias"] = family.qkv_bias
     fields.refuse_other_than(supported)
-    if (quantised := fields.get("quantization_config", None)) is not None:
-        method = quantised.get("quant_method", "unknown")
+    if fields.get("quantization_config", None) is not None:
+        method = fields.section("quantization_config").get("quant_method", "unknown")
         raise fields.error(
-            f"quantization_config says {method!r}; expected float32, float16 or bfloat16 weights: "
-            "convert the checkpoint first"
+            f"quantization_config says {shown(method)}; expected float32, float16 or bfloat16 "
+            "weights: convert the checkpoint first"
         )
 
 
 def _refuse_windows(fields: Fields, architecture: str, max_model_len: int) -> None:
     """Attention sees everything here; a window that no request can outgrow changes nothing."""
-    for kind in fields.get("layer_types", []):
+    given = fields.get("layer_types", None) is not None
+    for kind in fields.sequence("layer_types") if given else []:
         if kind != "full_attention":
-            raise fields.error(f"layer_types holds {kind!r}, only 'full_attention' is supported")
-    window: int | None = None
+            raise fields.error(
+                f"layer_types holds {shown(kind)}, only 'full_attention' is supported"
+            )
     if architecture == "MistralForCausalLM":
-        window = fields.data.get("sliding_window", 4096)  # transformers' value where it is absent
-    elif fields.flag("use_sliding_window"):
-        window = fields.get("sliding_window", 4096)
-    if window is not None and window < max_model_len:
+        has_window = fields.data.get("sliding_window", 4096) is not None
+    else:
+        has_window = fields.flag("use_sliding_window")
+    # transformers' value where it is absent
+    window = fields.integer("sliding_window", 4096) if has_window else max_model_len
+    if window < max_model_len:
         raise fields.error(
             f"sliding_window is {window}, expected null or at least max_position_embeddings "
             f"({max_model_len}): attention within a window is not supported; lower "

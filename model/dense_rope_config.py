@@ -7,11 +7,10 @@ Two spellings are read: `rope_parameters` with everything in it, and the older `
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
+from sluice.engine.reading import shown
 from sluice.model.fields import Fields
 
 
@@ -40,15 +39,14 @@ class RopeConfig:
 
 def parse_rope(fields: Fields, max_model_len: int) -> RopeConfig:
     """Raises ConfigError for types that are not supported, naming field and value."""
-    scaling: Mapping[str, Any] = fields.get("rope_parameters", None) or fields.get(
-        "rope_scaling", {}
-    )
-    rope = Fields(scaling, f"{fields.source}: rope_parameters")
+    rope = fields.section("rope_parameters")
+    if not rope.data:
+        rope = fields.section("rope_scaling")
     name = rope.get("rope_type", rope.get("type", "default"))
     if name not in list(RopeType):
-        raise rope.error(f"rope_type is {name!r}, expected one of {', '.join(RopeType)}")
+        raise rope.error(f"rope_type is {shown(name)}, expected one of {', '.join(RopeType)}")
     rope.refuse_other_than({"partial_rotary_factor": 1.0})
-    theta = float(rope.get("rope_theta", fields.get("rope_theta", 10_000.0)))
+    theta = rope.number("rope_theta", fields.number("rope_theta", 10_000.0))
     kind = RopeType(name)
     if kind is RopeType.DEFAULT:
         return RopeConfig(theta)
@@ -59,10 +57,10 @@ def parse_rope(fields: Fields, max_model_len: int) -> RopeConfig:
         kind=kind,
         factor=factor,
         original_max_tokens=original,
-        low_freq_factor=float(rope.get("low_freq_factor", 1.0)),
-        high_freq_factor=float(rope.get("high_freq_factor", 4.0)),
-        beta_fast=float(rope.get("beta_fast", 0) or 32.0),
-        beta_slow=float(rope.get("beta_slow", 0) or 1.0),
+        low_freq_factor=rope.number("low_freq_factor", 1.0),
+        high_freq_factor=rope.number("high_freq_factor", 4.0),
+        beta_fast=rope.number_or_zero("beta_fast") or 32.0,
+        beta_slow=rope.number_or_zero("beta_slow") or 1.0,
         truncate=rope.flag("truncate", True),
         attention_factor=_yarn_length(rope, factor) if kind is RopeType.YARN else 1.0,
     )
@@ -70,13 +68,13 @@ def parse_rope(fields: Fields, max_model_len: int) -> RopeConfig:
 
 def _factor(rope: Fields, kind: RopeType, derived: float) -> float:
     """YaRN's may be left out, and follows from the lengths then."""
-    return float(rope.get("factor", derived) if kind is RopeType.YARN else rope.require("factor"))
+    return rope.number("factor", derived if kind is RopeType.YARN else None)
 
 
 def _yarn_length(rope: Fields, factor: float) -> float:
-    if (given := rope.get("attention_factor", None)) is not None:
-        return float(given)
-    mscale, mscale_all_dim = rope.get("mscale", 0), rope.get("mscale_all_dim", 0)
+    if rope.get("attention_factor", None) is not None:
+        return rope.number("attention_factor")
+    mscale, mscale_all_dim = rope.number_or_zero("mscale"), rope.number_or_zero("mscale_all_dim")
     if mscale and mscale_all_dim:
         return _mscale(factor, mscale) / _mscale(factor, mscale_all_dim)
     return _mscale(factor, 1.0)

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from sluice.cache.spec import PoolSpec
 from sluice.engine.protocol import ConfigError
+from sluice.engine.reading import shown
 from sluice.model.config import DeepseekV4Config, parse_config, read_json
 from sluice.model.dense_config import DENSE_ARCHITECTURES, DenseConfig, parse_dense_config
 from sluice.model.dense_pools import declare_dense
+from sluice.model.fields import Fields
 from sluice.model.pools import declare, declare_native
 
 if TYPE_CHECKING:
@@ -171,19 +173,25 @@ def _read(path: Path) -> AnyConfig:
     architecture = _architecture(data, path)
     config = FAMILIES[architecture].parse(data, str(path / "config.json"), architecture)
     generation = path / "generation_config.json"
-    eos = read_json(generation).get("eos_token_id") if generation.exists() else None
-    if eos is not None:  # what generation stops at may differ from the config's
-        eos_token_ids = tuple(eos) if isinstance(eos, list) else (eos,)
-        config = dataclasses.replace(config, eos_token_ids=eos_token_ids)
+    if generation.exists():  # what generation stops at may differ from the config's
+        fields = Fields(read_json(generation), str(generation))
+        if fields.get("eos_token_id", None) is not None:
+            eos_token_ids = fields.token_ids("eos_token_id")
+            config = dataclasses.replace(config, eos_token_ids=eos_token_ids)
     return config
 
 
 def _architecture(data: dict[str, Any], path: Path) -> str:
     names = data.get("architectures") or [data.get("model_type", "none given")]
-    for name in names:
-        if name in FAMILIES:
-            return str(name)
+    for name in names if isinstance(names, list) else []:
+        if isinstance(name, str) and name in FAMILIES:
+            return name
     raise ConfigError(
-        f"{path / 'config.json'}: architecture {', '.join(map(str, names))} is not supported; "
+        f"{path / 'config.json'}: architecture {_listed(names)} is not supported; "
         f"known: {', '.join(FAMILIES)}"
     )
+
+
+def _listed(names: Any) -> str:
+    is_texts = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    return ", ".join(names)[:200] if is_texts else shown(names)
