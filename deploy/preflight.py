@@ -11,11 +11,17 @@ import re
 import socket
 from pathlib import Path
 
+import psutil
+
 from sluice.cache.spec import PoolSpec
 from sluice.deploy.interfaces import check_interface
+from sluice.deploy.ray_address import check_address
 from sluice.engine import tracing
-from sluice.engine.config import RoleConfig, RouterConfig, SluiceConfig
+from sluice.engine.config import ModelConfig, RoleConfig, RouterConfig, SluiceConfig
 from sluice.engine.protocol import ConfigError
+from sluice.engine.reading import reading
+from sluice.router.auth import read_api_keys
+from sluice.router.checkpoint import read_checkpoint
 
 NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
@@ -25,7 +31,7 @@ def check(config: SluiceConfig) -> None:
     check_namespace(config.ray.namespace)
     check_folder(config.model.path)
     check_model(config)
-    check_files(config.model.path)
+    check_files(config.model)
     check_role("prefill", config.prefill)
     check_role("decode", config.decode)
     check_transfer(config)
@@ -36,7 +42,10 @@ def check(config: SluiceConfig) -> None:
     if (canary := config.router.canary) is not None:
         check_api_keys("router.canary", canary.api_keys_file)
     if config.ray.address is None:  # on a cluster the router may run on another host
+        check_memory(config)
         check_port(config.router.host, config.router.port)
+    else:
+        check_address(config.ray.address)
 
 
 def check_namespace(namespace: str) -> None:
@@ -48,8 +57,10 @@ def check_namespace(namespace: str) -> None:
 
 
 def check_folder(path: Path) -> None:
-    if not (path / "config.json").is_file():
-        what = "has no config.json" if path.is_dir() else "no such folder"
+    with reading(f"model.path {path}"):
+        is_there, is_folder = (path / "config.json").is_file(), path.is_dir()
+    if not is_there:
+        what = "has no config.json" if is_folder else "no such folder"
         raise ConfigError(
             f"model.path {path}: {what}; expected a checkpoint folder with config.json, "
             "*.safetensors and tokenizer.json; make a small one with "
@@ -58,16 +69,22 @@ def check_folder(path: Path) -> None:
         )
 
 
-def check_files(path: Path) -> None:
-    """Weights and tokenizer lie beside the config."""
-    missing = [] if (path / "tokenizer.json").is_file() else ["tokenizer.json"]
-    if not any(path.glob("*.safetensors")):
-        missing.append("*.safetensors")
+def check_files(model: ModelConfig) -> None:
+    """Weights and tokenizer lie beside the config, whole."""
+    from sluice.model.weight_files import check_whole  # reads headers only
+
+    path = model.path
+    with reading(f"model.path {path}"):
+        missing = [] if (path / "tokenizer.json").is_file() else ["tokenizer.json"]
+        if not any(path.glob("*.safetensors")):
+            missing.append("*.safetensors")
     if missing:
         raise ConfigError(
             f"model.path {path}: no {' and no '.join(missing)} there; expected the weights "
             "(*.safetensors) and the tokenizer beside config.json: copy the whole checkpoint"
         )
+    check_whole(path)
+    read_checkpoint(model)
 
 
 def check_model(config: SluiceConfig) -> None:
@@ -106,6 +123,29 @@ def check_role(role: str, config: RoleConfig) -> None:
             f"{role}.device is 'cuda' and {role}.num_gpus is {config.num_gpus}, expected 1 or "
             f"more; set {role}.num_gpus, or {role}.device: cpu"
         )
+    for name, pool in config.pools.items():
+        if pool.device not in (None, config.device):
+            raise ConfigError(
+                f"{role}.pools.{name}.device is {pool.device!r}, expected {config.device!r}, where "
+                f"{role}.device has the model computed: a pool cannot lie elsewhere yet; leave "
+                f"it out, or change {role}.device"
+            )
+
+
+def check_memory(config: SluiceConfig) -> None:
+    """All nodes' pools on CPUs fit into this machine's memory together, or none of them lives."""
+    roles = {"prefill": config.prefill, "decode": config.decode}
+    needed = {
+        f"{name}: {role.replicas} x {role.cache_bytes}": role.replicas * role.cache_bytes
+        for name, role in roles.items()
+        if role.device == "cpu"
+    }
+    total = psutil.virtual_memory().total
+    if sum(needed.values()) > total:
+        raise ConfigError(
+            f"the nodes' cache_bytes are {sum(needed.values())} ({', '.join(needed)}), expected "
+            f"less than this machine's memory ({total} bytes); lower cache_bytes or replicas"
+        )
 
 
 def check_transfer(config: SluiceConfig) -> None:
@@ -119,18 +159,21 @@ def check_transfer(config: SluiceConfig) -> None:
 
 
 def check_api_keys(section: str, path: Path | None) -> None:
-    if path is not None and not path.is_file():
-        raise ConfigError(
-            f"{section}.api_keys_file {path}: no such file; expected a text file with one key "
-            "a line"
-        )
+    setting = f"{section}.api_keys_file"
+    with reading(f"{setting} {path}"):
+        if path is not None and not path.is_file():
+            raise ConfigError(
+                f"{setting} {path}: no such file; expected a text file with one key a line"
+            )
+        read_api_keys(path, setting)
 
 
 def check_tls(config: RouterConfig) -> None:
     for key in ("tls_cert_file", "tls_key_file"):
         path = getattr(config, key)
-        if path is not None and not path.is_file():
-            raise ConfigError(f"router.{key} {path}: no such file; expected one in PEM format")
+        with reading(f"router.{key} {path}"):
+            if path is not None and not path.is_file():
+                raise ConfigError(f"router.{key} {path}: no such file; expected one in PEM format")
 
 
 def check_port(host: str, port: int) -> None:
@@ -140,8 +183,9 @@ def check_port(host: str, port: int) -> None:
     try:
         with socket.create_server((host, port)):
             return
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the latter: a host that cannot be a name
+        reason = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"router.port {port} on {host} cannot be used: {error.strerror}; stop what uses it, "
+            f"router.port {port} on {host} cannot be used: {reason}; stop what uses it, "
             "or choose another with `--port` (0 takes any free one)"
         ) from error

@@ -103,6 +103,7 @@ def _init(config: SluiceConfig, files: Path) -> None:
 def _join(config: SluiceConfig, say: Say) -> None:
     """Become a driver of a running cluster."""
     address = config.ray.address
+    say(f"joining the Ray cluster at {address}")
     try:
         ray.init(
             address=address,

@@ -12,7 +12,6 @@ depend on them.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,8 +21,8 @@ from torch import Tensor
 
 from sluice.engine.protocol import ConfigError
 from sluice.kernels.matmul import Weight
-from sluice.model.config import read_json
 from sluice.model.quantised import join_scales
+from sluice.model.weight_files import weight_files
 
 # Applied in this order to a name without its `model.` prefix.
 _RENAMES = [
@@ -56,7 +55,6 @@ _RENAMES = [
     )
 ]
 _MAX_LISTED = 5  # names in an error message
-_HASHED_BYTES = 1 << 20  # at either end of a weights file, for the fingerprint
 
 
 def official_name(name: str) -> str:
@@ -149,39 +147,3 @@ def check_tensors(
     for name, shape in shapes.items():
         if (actual := tuple(tensors[name].shape)) != shape:
             raise ConfigError(f"{source}: {name} has shape {actual}, expected {shape}")
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, in order. Raises ConfigError if any is missing."""
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        names = sorted(set(read_json(index).get("weight_map", {}).values()))
-        files = [folder / name for name in names]
-    else:
-        files = sorted(folder.glob("*.safetensors"))
-    if missing := [path.name for path in files if not path.is_file()]:
-        raise ConfigError(f"{folder}: {', '.join(missing)} named in {index.name} is not there")
-    if not files:
-        raise ConfigError(
-            f"{folder}: no *.safetensors file; a checkpoint folder holds config.json, "
-            "tokenizer.json and *.safetensors"
-        )
-    return files
-
-
-def fingerprint(folder: Path) -> str:
-    """A hash that tells one checkpoint from another: config, and both ends of each weights file.
-
-    The ends hold the header (names, shapes, types) and the last weights; reading all of a large
-    checkpoint would take minutes at each start.
-    """
-    digest = hashlib.blake2b(digest_size=16)
-    digest.update((folder / "config.json").read_bytes())
-    for path in weight_files(folder):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(_HASHED_BYTES))
-            file.seek(max(0, size - _HASHED_BYTES))
-            digest.update(file.read())
-    return digest.hexdigest()

@@ -15,12 +15,13 @@ from sluice.kernels.moe import choose_experts, mlp, routed_experts
 from sluice.kernels.norm import rms_norm
 from sluice.kernels.rope import inverse_frequencies, yarn_inverse_frequencies
 from sluice.model.attention import attention
-from sluice.model.checkpoint import check_tensors, fingerprint, read_weights
+from sluice.model.checkpoint import check_tensors, read_weights
 from sluice.model.config import DeepseekV4Config
 from sluice.model.inputs import ForwardInputs
 from sluice.model.inventory import tensor_shapes
 from sluice.model.pools import replay_tokens
 from sluice.model.step import LayerStep, Planner, Pools, RopeFrequencies, StepFrame, plan_hybrid
+from sluice.model.weight_files import fingerprint
 from sluice.model.weights import HyperWeights, LayerWeights, ModelWeights, MoeWeights, build_weights
 
 

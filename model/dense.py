@@ -16,7 +16,7 @@ from sluice.kernels.matmul import linear
 from sluice.kernels.norm import rms_norm
 from sluice.kernels.rope import rotate_, rotations
 from sluice.kernels.rows import write_rows
-from sluice.model.checkpoint import check_tensors, fingerprint, refuse_quantised, stored_tensors
+from sluice.model.checkpoint import check_tensors, refuse_quantised, stored_tensors
 from sluice.model.dense_config import DenseConfig
 from sluice.model.dense_pools import KV
 from sluice.model.dense_rope import rope_frequencies
@@ -28,6 +28,7 @@ from sluice.model.dense_weights import (
     without_derived,
 )
 from sluice.model.inputs import ForwardInputs, PoolView
+from sluice.model.weight_files import fingerprint
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sluice.engine.protocol import ConfigError
+from sluice.engine.reading import read_text
 from sluice.router.errors import Forbidden, Unauthorized
 
 # Probes and scrapers have no key; the status page at / asks for one itself.
@@ -46,13 +47,8 @@ def read_api_keys(path: Path | None, setting: str = "router.api_keys_file") -> A
     """The keys; empty lines and lines that begin with # are skipped. Raises ConfigError."""
     if path is None:
         return ApiKeys()
-    try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-    except OSError as error:
-        raise ConfigError(
-            f"{setting} {path}: {error.strerror or error}; "
-            "give a readable file with one key a line, or leave the setting out"
-        ) from error
+    way_out = "give a readable file with one key a line, or leave the setting out"
+    lines = [line.strip() for line in read_text(path, setting, way_out).splitlines()]
     keys = [line for line in lines if line and line[0] != "#"]
     admin = [key.removeprefix(ADMIN_MARK).strip() for key in keys if key.startswith(ADMIN_MARK)]
     others = [key for key in keys if not key.startswith(ADMIN_MARK)]

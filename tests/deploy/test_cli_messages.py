@@ -1,17 +1,25 @@
 """What a person reads when a config, a checkpoint or a command cannot work: one clear message."""
 
+import hashlib
 import json
+import os
 import shutil
 import socket
 import subprocess
 import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from sluice.deploy import state
 from sluice.deploy.cli import app
+from sluice.deploy.reporting import reporting
 from sluice.engine.protocol import ConfigError
+from sluice.engine.reading import reading
 
 TINY = "deploy/models/tiny-v4"
 
@@ -46,6 +54,26 @@ def failed(*arguments):
         ({("transfer", "backend"): "local"}, ["transfer.backend", "UCX"]),
         ({("ray", "namespace"): "a b"}, ["ray.namespace", "'a b'"]),
         ({("router", "api_keys_file"): "nowhere"}, ["api_keys_file", "nowhere"]),
+        ({("router", "api_keys_file"): "/dev/zero"}, ["api_keys_file /dev/zero", "no such file"]),
+        ({("router", "host"): "a\0b"}, ["router.host", "control characters"]),
+        ({("router", "host"): "x" * 300}, ["router.port", "cannot be used"]),
+        ({("router", "host"): "a..b"}, ["router.port", "cannot be used"]),
+        ({("model", "path"): "~nosuchuser/x"}, ["~nosuchuser/x", "whole path"]),
+        ({("model", "path"): "x" * 5000}, ["model.path", "name too long"]),
+        ({("model", "path"): "/dev/null"}, ["model.path /dev/null", "no such folder"]),
+        (
+            {("decode", "pools"): {"c4_kv": {"device": "host"}}},
+            ["decode.pools.c4_kv.device is 'host'", "expected 'cpu'", "leave it out"],
+        ),
+        (
+            {("prefill", "pools"): {"swa_kv": {"device": "cuda"}}},
+            ["prefill.pools.swa_kv.device is 'cuda'", "expected 'cpu'"],
+        ),
+        ({("decode", "cache_bytes"): 1 << 49}, ["cache_bytes", "this machine's memory"]),
+        ({("decode", "cache_bytes"): 10**30}, ["decode.cache_bytes"]),
+        ({("transfer", "interface"): "eth77"}, ["transfer.interface is 'eth77'", "it has", "lo"]),
+        ({("ray", "address"): "ray://a:1"}, ["ray.address is 'ray://a:1'", "HOST:PORT"]),
+        ({("ray", "address"): "127.0.0.1:9"}, ["'127.0.0.1:9'", "refused", "ray start --head"]),
     ],
     ids=lambda value: "-".join(map(str, next(iter(value)))) if isinstance(value, dict) else "",
 )
@@ -71,6 +99,110 @@ def test_a_missing_checkpoint_file_is_named(config_file, tiny_checkpoint, tmp_pa
     (folder / name).unlink()
     message = failed("up", config_file({("model", "path"): str(folder)}))
     assert name.replace("model.", "*.") in message
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("model.safetensors", lambda whole: whole[: len(whole) // 2], "copy it again"),
+        ("model.safetensors", lambda whole: b"\xff" * 8 + whole[8:], "cannot be read as safet"),
+        ("model.safetensors", lambda whole: b"", "cannot be read as safetensors"),
+        ("model.safetensors", lambda whole: whole + b"more", "cannot be read as safetensors"),
+        ("tokenizer.json", lambda whole: whole[:-9], "cannot be read"),
+        ("tokenizer.json", lambda whole: b"not JSON", "cannot be read"),
+        ("config.json", lambda whole: b"\xff\xfe", "not UTF-8"),
+        ("tokenizer_config.json", lambda whole: b"[", "not valid JSON"),
+        ("generation_config.json", lambda whole: b'{"eos_token_id": "x"}', "eos_token_id is 'x'"),
+        (
+            "model.safetensors.index.json",
+            lambda _: b'{"weight_map": {"a": "one.safetensors"}}',
+            "one.safetensors named in model.safetensors.index.json is not there",
+        ),
+        (
+            "model.safetensors.index.json",
+            lambda _: b'{"weight_map": {"a": "../../../etc/passwd"}}',
+            "weight_map holds '../../../etc/passwd'",
+        ),
+        ("model.safetensors.index.json", lambda _: b'{"weight_map": [1]}', "weight_map holds"),
+    ],
+)
+def test_a_damaged_checkpoint_file_is_named_before_anything_starts(
+    config_file, tiny_checkpoint, tmp_path, name, content, expected
+):
+    folder = shutil.copytree(tiny_checkpoint, tmp_path / "copy")
+    path = folder / name
+    path.write_bytes(content(path.read_bytes() if path.exists() else b""))
+    message = failed("up", config_file({("model", "path"): str(folder)}))
+    assert name in message
+    assert expected in " ".join(message.split())
+
+
+def test_a_config_that_is_no_readable_file_is_named(tmp_path):
+    assert "is a folder" in failed("up", tmp_path)
+    assert "a pipe or a device" in failed("up", "/dev/zero")
+    assert "Not a directory" in failed("up", "/dev/null/x.yaml")
+    assert "name too long" in failed("up", "x" * 5000)
+    assert "Missing argument" in failed("up")
+
+
+def test_what_listens_at_the_clusters_address_and_is_no_ray_is_named(config_file):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+
+        def refuse():
+            with server.accept()[0] as connection:
+                connection.recv(64)
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        with ThreadPoolExecutor() as pool:
+            answered = pool.submit(refuse)
+            message = failed("up", config_file({("ray", "address"): address}))
+            answered.result(10)
+    assert address in message
+    assert "does not speak gRPC" in message
+
+
+def test_a_state_folder_that_cannot_be_written_is_named(config_file, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", "/dev/null")
+    for command in (["up", config_file({("router", "port"): 0})], ["status"], ["down"]):
+        assert "set XDG_STATE_HOME to a folder" in " ".join(failed(*command).split())
+
+
+def test_a_folder_for_rays_files_that_cannot_be_made_is_named(config_file, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    owner = hashlib.sha256(str(state.folder("blocked").absolute()).encode()).hexdigest()
+    blocked = Path("/tmp") / f"sluice-{owner[:10]}"
+    blocked.write_text("somebody else's")
+    try:
+        config = config_file({("router", "port"): 0, ("ray", "namespace"): "blocked"})
+        done = subprocess.run(
+            [sys.executable, "-m", "sluice.deploy.cli", "up", config],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, "TMPDIR": "/tmp"},
+        )
+    finally:
+        blocked.unlink()
+    assert done.returncode == 2
+    assert "a folder for Ray's files cannot be made" in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_an_error_that_nobody_foresaw_is_one_line_with_a_file_behind_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    @reporting
+    def command():
+        with reading("config x.yaml"):
+            raise LookupError("nobody thought of this")
+
+    with pytest.raises(typer.Exit) as ended:
+        command()
+    assert ended.value.exit_code == 1
+    [file] = tmp_path.iterdir()
+    assert "nobody thought of this" in file.read_text()
+    assert file.stat().st_mode & 0o077 == 0
 
 
 def test_a_taken_port_is_named_with_the_way_out(config_file):

@@ -8,11 +8,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sluice.engine.protocol import ConfigError
-from sluice.model.checkpoint import fingerprint, official_name, read_weights
+from sluice.model.checkpoint import official_name, read_weights
 from sluice.model.config import LayerType
 from sluice.model.inventory import tensor_shapes
 from sluice.model.make_checkpoint import TINY, make_checkpoint, random_tensors, saved_name
 from sluice.model.registry import load_model
+from sluice.model.weight_files import fingerprint
 
 FILE = "model.safetensors"
 
