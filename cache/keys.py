@@ -1,17 +1,20 @@
 """Keys of cached prefixes: one chained hash for each unit of tokens.
 
 A key stands for *all* tokens up to the end of its unit, and for everything else that cached rows
-depend on (model, adapter, tenant's salt). The hash has a fixed seed, so that nodes and routers in
-different processes agree.
+depend on (model, adapter, tenant's salt). Tenants share one tree, and who found two texts with one
+key would read rows of the other's: so the hash is a cryptographic one, and its root hangs on a secret
+of the deployment (`secret_salt`), without which nobody can look for such texts. 131,072 tokens take
+4.5 ms, xxh3 takes 2.7.
 """
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import xxhash
+KEY_BYTES = 16
 
 Key = bytes
 
@@ -33,7 +36,17 @@ class PrefixKeys:
 
 def root_key(*parts: str) -> Key:
     """The key of the empty prefix: what besides tokens the rows depend on."""
-    return xxhash.xxh3_128_digest(b"\0".join(part.encode() for part in parts))
+    hasher = hashlib.blake2b(digest_size=KEY_BYTES)
+    for part in parts:
+        text = part.encode("utf-8", "surrogatepass")
+        hasher.update(len(text).to_bytes(8, "little"))  # no two lists of parts are one text
+        hasher.update(text)
+    return hasher.digest()
+
+
+def secret_salt(secret: str, salt: str) -> str:
+    """A client's salt as nodes get it, for which nobody without the secret can compute keys."""
+    return root_key("salt", secret, salt).hex()
 
 
 def chained_keys(root: Key, token_ids: Sequence[int], unit_tokens: int) -> PrefixKeys:
@@ -42,7 +55,7 @@ def chained_keys(root: Key, token_ids: Sequence[int], unit_tokens: int) -> Prefi
     keys = []
     key = root
     for end in range(unit_tokens, len(tokens) + 1, unit_tokens):
-        hasher = xxhash.xxh3_128(key)
+        hasher = hashlib.blake2b(key, digest_size=KEY_BYTES)
         hasher.update(tokens[end - unit_tokens : end])
         key = hasher.digest()
         keys.append(key)

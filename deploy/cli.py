@@ -23,7 +23,7 @@ from sluice.deploy.display import UpDisplay, announce, status_table
 from sluice.deploy.http_client import RouterClient
 from sluice.deploy.prose import paragraphs
 from sluice.deploy.reporting import reporting, stderr, stdout
-from sluice.engine.config import SluiceConfig, load_config
+from sluice.engine.config import SluiceConfig, load_config, with_prefix_secret
 from sluice.engine.protocol import ConfigError, NodeError, Role
 
 app = typer.Typer(
@@ -69,7 +69,7 @@ def up(
 
     display = UpDisplay(stdout)
     try:
-        supervise(settings, config, display)
+        supervise(with_prefix_secret(settings), config, display)
     finally:
         display.close()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import secrets
 import types
 from collections.abc import Iterator, Mapping
 from itertools import islice
@@ -19,6 +20,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    SecretStr,
     ValidationError,
     field_validator,
     model_validator,
@@ -29,6 +31,7 @@ from sluice.engine.reading import read_text, reading, shown
 from sluice.engine.strict_yaml import YamlFault, parse_yaml
 
 UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+SECRETS = ("router.prefix_secret",)
 MAX_SHOWN = 20  # problems of one config that are told
 
 # Limits beyond every machine: with them no product or sum of two numbers leaves its type.
@@ -160,6 +163,7 @@ class RouterConfig(Section):
     tls_key_file: Path | None = None  # PEM, without a passphrase
     cors_origins: tuple[str, ...] = ()  # origins whose browser pages may call the API; "*": all
     otlp_endpoint: str | None = None  # collector of traces of router and nodes (OTLP over HTTP)
+    prefix_secret: SecretStr | None = Field(None, min_length=16)  # keys' root; default: `up` draws
     canary: CanaryConfig | None = None  # another deployment to compare with, or to try out
 
     @model_validator(mode="after")
@@ -217,6 +221,17 @@ class SluiceConfig(Section):
     def role(self, role: Role) -> RoleConfig:
         """The section of one role."""
         return self.prefill if role is Role.PREFILL else self.decode
+
+
+def with_prefix_secret(config: SluiceConfig) -> SluiceConfig:
+    """The config with a secret of its own where none was given: drawn once for a deployment, so
+    that routers, those that take a dead one's place too, and nodes agree on prefixes' keys.
+    """
+    if config.router.prefix_secret is not None:
+        return config
+    secret = SecretStr(secrets.token_hex(32))
+    router = config.router.model_copy(update={"prefix_secret": secret})
+    return config.model_copy(update={"router": router})
 
 
 def load_config(path: Path) -> SluiceConfig:
@@ -280,7 +295,8 @@ def _explain(error: ValidationError) -> Iterator[str]:
         elif problem["type"] == "missing":
             yield f"{key}: missing; it has no default"
         else:
-            yield f"{key}: {problem['msg']}, got {shown(problem['input'])}"
+            got = "what is not shown" if key in SECRETS else shown(problem["input"])
+            yield f"{key}: {problem['msg']}, got {got}"
 
 
 def _known_keys(location: tuple[int | str, ...]) -> list[str]:

@@ -65,7 +65,7 @@ def make_jobs(service: RouterService, asked: Asked) -> list[Job]:
                 prompt,
                 sampling,
                 priority=schema.priority,
-                cache_salt=schema.cache_salt,
+                cache_salt=service.secret_salt(schema.cache_salt),
             ),
             tuple(schema.stop),
             asked.arrived,

@@ -16,6 +16,7 @@ import uuid
 from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from sluice.cache.keys import secret_salt
 from sluice.engine.config import SluiceConfig
 from sluice.engine.protocol import (
     Cluster,
@@ -197,6 +198,11 @@ class RouterService:
 
     def status(self) -> RouterStatus:
         return RouterStatus(self.router_id, self.metrics.families())
+
+    def secret_salt(self, salt: str) -> str:
+        """A client's cache_salt as nodes get it; routers of one deployment agree on it."""
+        secret = self.config.router.prefix_secret
+        return secret_salt("" if secret is None else secret.get_secret_value(), salt)
 
     def check_model(self, name: str | None) -> None:
         """Raises UnknownModel; None stands for the one model there is."""

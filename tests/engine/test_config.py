@@ -1,8 +1,10 @@
 """The config refuses what cannot work, and says what would."""
 
+import pickle
+
 import pytest
 
-from sluice.engine.config import load_config, parse_config
+from sluice.engine.config import load_config, parse_config, with_prefix_secret
 from sluice.engine.protocol import ConfigError
 
 
@@ -55,3 +57,15 @@ def test_paths_are_relative_to_the_config_file(tmp_path):
 def test_a_router_setting_that_cannot_work_is_named(key, value):
     with pytest.raises(ConfigError, match=key):
         parse_config({"model": {"path": "m"}, "router": {key: value}})
+
+
+def test_a_deployment_draws_its_secret_once_and_shows_it_nowhere():
+    config = parse_config({"model": {"path": "m"}})
+    drawn = with_prefix_secret(config)
+    secret = drawn.router.prefix_secret.get_secret_value()
+    assert len(secret) == 64 and secret != with_prefix_secret(config).router.prefix_secret
+    assert with_prefix_secret(drawn) == drawn == pickle.loads(pickle.dumps(drawn))
+    assert secret not in repr(drawn) and secret not in str(drawn.model_dump())
+    with pytest.raises(ConfigError, match="prefix_secret: .*16") as caught:
+        parse_config({"model": {"path": "m"}, "router": {"prefix_secret": "hunter2"}})
+    assert "hunter2" not in str(caught.value)

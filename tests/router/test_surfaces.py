@@ -141,6 +141,32 @@ async def test_metric_families_of_several_nodes_are_one_family(world):
     assert text.count("sluice:transfer_bytes_total{") == 3
 
 
+SALTS = [None, "", "a", "b", "A", "a ", "a\0", "\u00e9", "e\u0301"]
+
+
+async def test_what_nodes_get_of_a_salt_hangs_on_it_and_on_a_secret(make_world):
+    got = []
+    for secret in ("s" * 16, "s" * 16, "t" * 16, None):
+        world = await make_world(router={} if secret is None else {"prefix_secret": secret})
+        world.add_decode("decode-0")
+        prefill = world.add_prefill("prefill-0")
+        prefill.gate.clear()
+        for salt in SALTS:
+            body = {"model": "tiny", "prompt": "a", "max_tokens": 1}
+            if salt is not None:
+                body["cache_salt"] = salt
+            asked = asyncio.create_task(world.http.post("/v1/completions", json=body))
+            await world.until(lambda: prefill.at_work)
+            got.append(next(iter(prefill.at_work.values())).cache_salt)
+            prefill.gate.set()
+            assert (await asked).status_code == 200
+            prefill.gate.clear()
+    same, again, other, drawn = (got[n : n + len(SALTS)] for n in range(0, 4 * len(SALTS), 9))
+    assert same == again and same[0] == same[1]  # no salt is the empty one
+    assert len(set(same)) == len(SALTS) - 1
+    assert not set(same) & set(other) and not set(other) & set(drawn)
+
+
 async def test_admin_status_has_the_contracted_shape(world):
     status = (await world.http.get("/admin/status")).json()
     assert status["targets"] == {"prefill": 1, "decode": 1}
