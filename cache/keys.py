@@ -2,9 +2,9 @@
 
 A key stands for *all* tokens up to the end of its unit, and for everything else that cached rows
 depend on (model, adapter, tenant's salt). Tenants share one tree, and who found two texts with one
-key would read rows of the other's: so the hash is a cryptographic one, and its root hangs on a secret
-of the deployment (`secret_salt`), without which nobody can look for such texts. 131,072 tokens take
-4.5 ms, xxh3 takes 2.7.
+key would read rows of the other's: so the hash is a cryptographic one, and its root hangs on a
+secret of the deployment (`secret_salt`), without which nobody can look for such texts. 131,072
+tokens in units of 128 take 4.5 ms; xxh3 took 2.7.
 """
 
 from __future__ import annotations

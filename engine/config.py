@@ -159,6 +159,7 @@ class RouterConfig(Section):
     request_timeout_s: Seconds = 600.0  # from arrival to last token
     keep_alive_s: int = Field(75, gt=0, le=86_400)  # of idle connections; longer than clients'
     api_keys_file: Path | None = None  # `KEY` or `admin:KEY` a line
+    metrics_key: bool = False  # whether GET /metrics takes a key of api_keys_file, any of them
     tls_cert_file: Path | None = None  # PEM, with its chain: serve HTTPS
     tls_key_file: Path | None = None  # PEM, without a passphrase
     cors_origins: tuple[str, ...] = ()  # origins whose browser pages may call the API; "*": all
@@ -170,6 +171,12 @@ class RouterConfig(Section):
     def _certificate_with_its_key(self) -> RouterConfig:
         if (self.tls_cert_file is None) != (self.tls_key_file is None):
             raise ValueError("expected both tls_cert_file and tls_key_file, or neither")
+        return self
+
+    @model_validator(mode="after")
+    def _keys_where_they_are_asked_for(self) -> RouterConfig:
+        if self.metrics_key and self.api_keys_file is None:
+            raise ValueError("metrics_key is true, expected api_keys_file with the keys it takes")
         return self
 
     @field_validator("cors_origins")

@@ -10,6 +10,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from sluice.engine.protocol import NodeEntry, NodeState, Role, Unavailable
+from sluice.router.auth import check_any_key
 from sluice.router.body import MAX_SMALL_BODY_BYTES
 from sluice.router.errors import response_of
 from sluice.router.openapi import openapi
@@ -29,7 +30,11 @@ def admin_routes(service: RouterService) -> list[Route]:
             return response_of(error)
         return JSONResponse({"status": "ready"})
 
-    async def metrics(_: Request) -> Response:
+    async def metrics(request: Request) -> Response:
+        if service.config.router.metrics_key:
+            check_any_key(
+                service.api_keys, request.headers.get("authorization", "").encode("latin-1")
+            )
         return Response(await service.rendered_metrics(), media_type=CONTENT_TYPE_LATEST)
 
     async def description(_: Request) -> Response:

@@ -16,7 +16,7 @@ from sluice.engine.protocol import ConfigError
 from sluice.engine.reading import read_text
 from sluice.router.errors import Forbidden, Unauthorized
 
-# Probes and scrapers have no key; the status page at / asks for one itself.
+# Probes have no key, scrapers none unless router.metrics_key says so; the page at / asks for one.
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/"})
 ADMIN_PATHS = "/admin/"
 ADMIN_MARK = "admin:"
@@ -65,17 +65,28 @@ def check_api_key(keys: ApiKeys, path: str, authorization: bytes) -> None:
     """
     if not keys or path in OPEN_PATHS:
         return
+    is_admin = _known(keys, authorization)
+    if path.startswith(ADMIN_PATHS) and not is_admin:
+        raise Forbidden(
+            f"{path}: this API key is not an admin key; use one that stands behind `admin:` in "
+            "the server's api_keys_file"
+        )
+
+
+def check_any_key(keys: ApiKeys, authorization: bytes) -> None:
+    """Raises Unauthorized without a known key, for a path that is open by default."""
+    _known(keys, authorization)
+
+
+def _known(keys: ApiKeys, authorization: bytes) -> bool:
+    """Whether the key is an admin's. Raises Unauthorized if it is nobody's."""
     is_admin, is_other = _given(keys, authorization)
     if not (is_admin or is_other):
         raise Unauthorized(
             "missing or unknown API key; send it as `Authorization: Bearer KEY` "
             "with a key from the server's api_keys_file"
         )
-    if path.startswith(ADMIN_PATHS) and not is_admin:
-        raise Forbidden(
-            f"{path}: this API key is not an admin key; use one that stands behind `admin:` in "
-            "the server's api_keys_file"
-        )
+    return is_admin
 
 
 def opens_admin(keys: ApiKeys, authorization: bytes) -> bool:

@@ -45,11 +45,13 @@ from sluice.router.queue import WaitingQueue
 from sluice.router.readers import Readers
 from sluice.router.registry import Nodes
 from sluice.router.reservation import CALL_LIMIT_S
+from sluice.router.shared import Shared
 from sluice.router.text import Delta, OutputText
 from sluice.router.token_text import TokenTexts
 from sluice.router.troubles import Troubles
 
 STATUS_LIMIT_S = 1.0  # how long /metrics and /admin/status wait for fresh numbers
+ASK_EVERY_S = 0.25  # and how often they may ask every node for them, whoever wants them
 STOP_LIMIT_S = 30.0
 
 
@@ -118,6 +120,8 @@ class RouterService:
         self.metrics = RouterMetrics(
             lambda: self.nodes, lambda: len(self.queue), lambda: self._num_active
         )
+        self._refreshes = Shared(lambda: self.nodes.refresh(STATUS_LIMIT_S), ASK_EVERY_S)
+        self._scrapes = Shared(self._render_metrics, 0.0)
         self.troubles = Troubles()
         self.canary = self._make_canary()
         self._dispatcher = Dispatcher(
@@ -183,10 +187,13 @@ class RouterService:
 
     async def refresh(self) -> None:
         """Fetch the nodes' gauges, so that what is shown is not a heartbeat old."""
-        await self.nodes.refresh(STATUS_LIMIT_S)
+        await self._refreshes.get()
 
     async def rendered_metrics(self) -> bytes:
         """The metrics of all routers and nodes, whichever router is asked."""
+        return await self._scrapes.get()
+
+    async def _render_metrics(self) -> bytes:
         await self.refresh()
         if self.config.router.replicas == 1:
             return self.metrics.render()

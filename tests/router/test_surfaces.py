@@ -134,6 +134,40 @@ async def test_metrics_count_requests_and_carry_the_nodes_own(world):
     assert found[("sluice:num_requests_waiting", ("node", "router"), ("role", "router"))] == 0
 
 
+async def test_metrics_take_a_key_where_the_config_says_so(make_world, tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("user\nadmin:operator\n")
+    world = await make_world(router={"api_keys_file": str(keys), "metrics_key": True})
+    for given in ("", "Bearer nobody", "Basic user"):
+        answer = await world.http.get("/metrics", headers={"authorization": given})
+        assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+    for key in ("user", "operator"):
+        headers = {"authorization": f"Bearer {key}"}
+        assert (await world.http.get("/metrics", headers=headers)).status_code == 200
+    assert (await world.http.get("/health")).status_code == 200
+    with pytest.raises(ConfigError, match="metrics_key is true, expected api_keys_file"):
+        await make_world(router={"metrics_key": True})
+
+
+async def test_a_hundred_scrapers_ask_each_node_as_often_as_one(world):
+    [prefill] = world.prefills.values()
+    asked, status = 0, prefill.status
+
+    async def counted(*arguments):
+        nonlocal asked
+        asked += 1
+        return await status(*arguments)
+
+    prefill.status = counted
+    paths = ["/metrics", "/admin/status"] * 50
+    answers = await asyncio.gather(*(world.http.get(path) for path in paths))
+    assert {answer.status_code for answer in answers} == {200}
+    assert asked <= 4, "one collection, the heartbeats beside it, and one more if they came late"
+    await world.complete(max_tokens=5)
+    found = samples((await world.http.get("/metrics")).text)
+    assert found[("sluice:generation_tokens_total",)] == 5, "what was asked later is newer"
+
+
 async def test_metric_families_of_several_nodes_are_one_family(world):
     world.add_decode("decode-1")
     text = (await world.http.get("/metrics")).text
@@ -141,30 +175,36 @@ async def test_metric_families_of_several_nodes_are_one_family(world):
     assert text.count("sluice:transfer_bytes_total{") == 3
 
 
-SALTS = [None, "", "a", "b", "A", "a ", "a\0", "\u00e9", "e\u0301"]
+SALTS = [
+    None,
+    *({"cache_salt": salt} for salt in ("", "a", "b", "A", "a ", "a\0", "\u00e9", "e\u0301")),
+]
+
+
+async def salts_that_nodes_get(world):
+    world.add_decode("decode-0")
+    prefill = world.add_prefill("prefill-0")
+    for salt in SALTS:
+        prefill.gate.clear()
+        body = {"model": "tiny", "prompt": "a", "max_tokens": 1}
+        asked = asyncio.create_task(
+            world.http.post("/v1/completions", json=body | ({} if salt is None else salt))
+        )
+        await world.until(lambda: prefill.at_work)
+        yield next(iter(prefill.at_work.values())).cache_salt
+        prefill.gate.set()
+        assert (await asked).status_code == 200
 
 
 async def test_what_nodes_get_of_a_salt_hangs_on_it_and_on_a_secret(make_world):
     got = []
     for secret in ("s" * 16, "s" * 16, "t" * 16, None):
         world = await make_world(router={} if secret is None else {"prefix_secret": secret})
-        world.add_decode("decode-0")
-        prefill = world.add_prefill("prefill-0")
-        prefill.gate.clear()
-        for salt in SALTS:
-            body = {"model": "tiny", "prompt": "a", "max_tokens": 1}
-            if salt is not None:
-                body["cache_salt"] = salt
-            asked = asyncio.create_task(world.http.post("/v1/completions", json=body))
-            await world.until(lambda: prefill.at_work)
-            got.append(next(iter(prefill.at_work.values())).cache_salt)
-            prefill.gate.set()
-            assert (await asked).status_code == 200
-            prefill.gate.clear()
-    same, again, other, drawn = (got[n : n + len(SALTS)] for n in range(0, 4 * len(SALTS), 9))
+        got.append([salt async for salt in salts_that_nodes_get(world)])
+    same, again, other, without = got
     assert same == again and same[0] == same[1]  # no salt is the empty one
     assert len(set(same)) == len(SALTS) - 1
-    assert not set(same) & set(other) and not set(other) & set(drawn)
+    assert not set(same) & set(other) and not set(other) & set(without)
 
 
 async def test_admin_status_has_the_contracted_shape(world):
