@@ -2,8 +2,8 @@
 
 UCX would listen on all of them, and has no key: whoever reaches its port can end the node. So it is
 told the interface that holds this host's address in Ray; for a Ray of our own, loopback. Through
-shared memory pages go as before. A host with RDMA devices keeps UCX's own choice, as naming an
-interface would turn them off; `transfer.interface` names either kind.
+shared memory pages go as before. On a cluster a host with RDMA devices keeps UCX's own choice, as
+naming an interface would turn them off; `transfer.interface` names either kind.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 
+from sluice.deploy.ray_environment import LOOPBACK
 from sluice.engine.config import SluiceConfig, TransferConfig
 from sluice.engine.protocol import ConfigError
 
@@ -33,12 +34,18 @@ def bound(config: SluiceConfig, node_id: str, host: str) -> SluiceConfig:
     transfer = config.transfer
     if transfer.backend != "UCX" or _says_devices(transfer):
         return config
-    interface = transfer.interface or (None if _rdma_devices() else interface_of(host))
+    interface = transfer.interface or _own_interface(host)
     log.info("event=transfer_interface node=%s interface=%s", node_id, interface or "all")
     if interface is None:
         return config
     check_interface(interface)
     return config.model_copy(update={"transfer": _with_devices(transfer, interface)})
+
+
+def _own_interface(host: str) -> str | None:
+    """None: UCX shall choose."""
+    is_choice = host != LOOPBACK and _rdma_devices()
+    return None if is_choice else interface_of(host)
 
 
 def check_interface(interface: str) -> None:

@@ -1,5 +1,6 @@
 """The files that ship as examples can be read, and say what the code understands."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 CONFIGS = sorted((DEPLOY / "configs").glob("*.yaml"))
 WITH_A_MODEL = [path for path in CONFIGS if path.stem != "smollm2"]  # nodes/test_smollm2.py has it
 KUBERNETES = list(yaml.safe_load_all((DEPLOY / "k8s/sluice.yaml").read_text()))
+EXAMPLE = parse_config({"model": {"path": "m"}})
 
 
 @pytest.mark.parametrize("path", WITH_A_MODEL, ids=lambda path: path.name)
@@ -48,6 +50,26 @@ def test_the_config_for_kubernetes_is_valid_and_wants_api_keys():
     config = parse_config(yaml.safe_load(data["config.yaml"]))
     assert config.router.api_keys_file is not None
     assert config.ray.address == "auto"
+
+
+def test_nobody_but_the_pods_reaches_them_on_more_than_the_api_and_the_dashboard():
+    policy = next(document for document in KUBERNETES if document["kind"] == "NetworkPolicy")
+    chosen = policy["spec"]["podSelector"]["matchLabels"].items()
+    job = next(document for document in KUBERNETES if document["kind"] == "RayJob")
+    cluster = job["spec"]["rayClusterSpec"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        assert chosen <= group["template"]["metadata"]["labels"].items()
+    own, *others = policy["spec"]["ingress"]
+    assert own == {"from": [{"podSelector": {"matchLabels": dict(chosen)}}]}
+    assert [port["port"] for rule in others for port in rule["ports"]] == [8000, 8265]
+
+
+def test_every_key_that_the_page_on_security_names_is_one_of_the_config():
+    text = (DEPLOY.parent / "docs/security.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(model|router|transfer|ray)\.(\w+)`", text))
+    assert {("transfer", "interface"), ("router", "prefix_secret")} <= named
+    for section, key in named:
+        assert key in type(getattr(EXAMPLE, section)).model_fields, f"{section}.{key}"
 
 
 def test_the_ray_cluster_file_starts_every_role_with_a_token():
