@@ -106,4 +106,6 @@ def _children(node: Node) -> Iterator[Node]:
 
 
 def _line(at: Node | yaml.Event) -> str:
-    return f"line {at.start_mark.line + 1}"
+    mark = at.start_mark
+    assert mark is not None, "a text's nodes and events know where they begin"
+    return f"line {mark.line + 1}"
