@@ -25,6 +25,7 @@ from sluice.deploy.prose import paragraphs
 from sluice.deploy.reporting import reporting, stderr, stdout
 from sluice.engine.config import SluiceConfig, load_config, with_prefix_secret
 from sluice.engine.protocol import ConfigError, NodeError, Role
+from sluice.engine.reading import read_text, reading
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -203,12 +204,22 @@ def compare(
 @reporting
 def make_checkpoint(
     folder: Annotated[Path, typer.Argument(help="Where to write it; made if need be.")],
-    seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
-    csa_ratio: Annotated[int, typer.Option(help="Tokens of a finely compressed row.")] = 4,
-    hca_ratio: Annotated[int, typer.Option(help="Tokens of a coarsely compressed row.")] = 128,
-    window: Annotated[int, typer.Option(help="Tokens that attention sees raw.")] = 32,
-    vocab_size: Annotated[int, typer.Option(help="Tokens the tokenizer knows.")] = 1024,
-    max_model_len: Annotated[int, typer.Option(help="Most tokens of a request.")] = 8192,
+    seed: Annotated[int, typer.Option(help="Seed of the weights.", min=0, max=2**63 - 1)] = 0,
+    csa_ratio: Annotated[
+        int, typer.Option(help="Tokens of a finely compressed row.", min=1, max=4096)
+    ] = 4,
+    hca_ratio: Annotated[
+        int, typer.Option(help="Tokens of a coarsely compressed row.", min=1, max=4096)
+    ] = 128,
+    window: Annotated[
+        int, typer.Option(help="Tokens that attention sees raw.", min=1, max=2**20)
+    ] = 32,
+    vocab_size: Annotated[
+        int, typer.Option(help="Tokens the tokenizer knows.", min=2, max=2**20)
+    ] = 1024,
+    max_model_len: Annotated[
+        int, typer.Option(help="Most tokens of a request.", min=1, max=2**30)
+    ] = 8192,
     dtype: Annotated[
         Literal["float32", "bfloat16"], typer.Option(help="Of the matrices.")
     ] = "float32",
@@ -218,8 +229,9 @@ def make_checkpoint(
     from sluice.model.make_checkpoint import TINY  # loads torch
     from sluice.model.make_checkpoint import make_checkpoint as make
 
-    if folder.exists() and any(folder.iterdir()):
-        raise ConfigError(f"{folder}: not empty, expected a new or empty folder")
+    with reading(f"{folder}", "give a folder that can be made, or an empty one"):
+        if folder.exists() and any(folder.iterdir()):
+            raise ConfigError(f"{folder}: not empty, expected a new or empty folder")
     config = dataclasses.replace(
         TINY,
         csa_ratio=csa_ratio,
@@ -228,7 +240,8 @@ def make_checkpoint(
         vocab_size=vocab_size,
         max_model_len=max_model_len,
     )
-    make(folder, config=config, seed=seed, texts=paragraphs(), dtype=dtype)
+    with reading(f"{folder}", "give a folder that can be written"):
+        make(folder, config=config, seed=seed, texts=paragraphs(), dtype=dtype)
     stdout.print(f"{folder}: seed {seed}, ratios {csa_ratio} and {hca_ratio}, window {window}")
 
 
@@ -253,7 +266,8 @@ def import_gguf(
             what = "de-quantising" if done < total else "writing"
             progress.update(task, description=what, completed=done, total=total)
 
-        convert(file, folder, show)
+        with reading(f"{file} to {folder}", "give a folder that can be written"):
+            convert(file, folder, show)
     stdout.print(f"{folder}: {file.name}, ready to be served as model.path")
 
 
@@ -281,10 +295,7 @@ def _system_message(text: str | None, file: Path | None) -> list[dict[str, str]]
     if file is not None:
         if text is not None:
             raise ConfigError("--system and --system-file were both given, expected one of them")
-        try:
-            text = file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--system-file {file}: {error}; expected a UTF-8 text") from error
+        text = read_text(file, "--system-file", "give a UTF-8 text")
     return [] if text is None else [{"role": "system", "content": text}]
 
 

@@ -23,6 +23,7 @@ from sluice.engine.reading import reading
 from sluice.router.auth import read_api_keys
 from sluice.router.checkpoint import read_checkpoint
 
+GPU_DRIVERS = [Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg")]  # CUDA, ROCm, WSL
 NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
@@ -42,6 +43,8 @@ def check(config: SluiceConfig) -> None:
     if (canary := config.router.canary) is not None:
         check_api_keys("router.canary", canary.api_keys_file)
     if config.ray.address is None:  # on a cluster the router may run on another host
+        check_gpu("prefill", config.prefill)
+        check_gpu("decode", config.decode)
         check_memory(config)
         check_port(config.router.host, config.router.port)
     else:
@@ -130,6 +133,16 @@ def check_role(role: str, config: RoleConfig) -> None:
                 f"{role}.device has the model computed: a pool cannot lie elsewhere yet; leave "
                 f"it out, or change {role}.device"
             )
+
+
+def check_gpu(role: str, config: RoleConfig) -> None:
+    """Whether there are enough, Ray counts; that there is none is said before it starts."""
+    if config.num_gpus * config.replicas and not any(path.exists() for path in GPU_DRIVERS):
+        raise ConfigError(
+            f"{role}.num_gpus is {config.num_gpus} and this machine has no GPU, or no driver of "
+            f"one; set {role}.device: cpu and {role}.num_gpus: 0, or name in ray.address a cluster "
+            "that has"
+        )
 
 
 def check_memory(config: SluiceConfig) -> None:

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from sluice.deploy import state
 from sluice.deploy.cli import app
+from sluice.deploy.preflight import GPU_DRIVERS
 from sluice.deploy.reporting import reporting
 from sluice.engine.protocol import ConfigError
 from sluice.engine.reading import reading
@@ -219,6 +220,27 @@ def test_a_second_start_of_a_namespace_is_told_that_it_runs_not_that_its_port_is
         message = failed("up", config_file({("router", "port"): port}))
     assert "'sluice' is already running" in message
     assert "sluice down --namespace sluice" in message
+
+
+@pytest.mark.skipif(any(p.exists() for p in GPU_DRIVERS), reason="this machine has a GPU")
+def test_a_gpu_that_is_not_there_is_named_before_anything_starts(config_file):
+    config = config_file({("decode", "device"): "cuda", ("decode", "num_gpus"): 1})
+    assert "decode.num_gpus is 1 and this machine has no GPU" in failed("up", config)
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["--seed=-1", f"--seed={10**23}", "--hca-ratio=0", "--csa-ratio=99999", "--window=0",
+     "--vocab-size=-1", f"--vocab-size={10**11}", "--max-model-len=0"],
+)  # fmt: skip
+def test_a_checkpoint_that_cannot_be_made_is_refused_by_option(tmp_path, option):
+    assert option.partition("=")[0] in failed("make-checkpoint", tmp_path / "new", option)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_named():
+    assert "/dev/null/x: Not a directory" in failed("make-checkpoint", "/dev/null/x")
+    assert "/dev/null: Not a directory" in failed("make-checkpoint", "/dev/null")
 
 
 @pytest.mark.parametrize(
