@@ -32,6 +32,10 @@ class CachedPrefixes:
         self._ended: list[tuple[Key, ...]] = []  # since the last report
         self._ended_before: list[tuple[Key, ...]] = []  # since the one before it
 
+    @property
+    def key_unit(self) -> tuple[str, int]:
+        return self._identity, self._unit_tokens
+
     def num_tokens(self, prompt: Prompt) -> int:
         """Tokens of the prompt's longest prefix that the node has, or will have."""
         known = prompt.cached.get(self)  # asked at every look at the queue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 from sluice.cache.keys import Key, chained_keys, root_key
@@ -33,6 +34,11 @@ class Prompt:
         self.on_decode = Need(request.admit_tokens, request.max_total_tokens)
         self.cached: dict[CachedPrefixes, tuple[int, int]] = {}
         self._keys: dict[tuple[str, int], tuple[Key, ...]] = {}
+
+    def make_keys(self, units: Iterable[tuple[str, int]]) -> None:
+        """Compute the keys for these identities and units; from any one thread."""
+        for identity, unit_tokens in units:
+            self.keys(identity, unit_tokens)
 
     def keys(self, identity: str, unit_tokens: int) -> tuple[Key, ...]:
         """Keys of the prompt's whole units, as a node of this identity computes them."""

@@ -34,6 +34,8 @@ from sluice.router.registry import MaxTokens, Nodes
 
 logger = logging.getLogger(__name__)
 
+LONG_PROMPT_TOKENS = 50_000  # their keys take milliseconds: the loop does other things meanwhile
+
 # A look that takes this long goes on later where it can, and after one of more than LONG_LOOK_S the
 # rest of the router has its turn: looks take a third of its time, however many nodes and requests
 # there are. Shorter looks come with a change each, which costs more than they do.
@@ -123,7 +125,10 @@ class WaitingQueue:
 
         Raises QueueFull, or Unavailable if no ready node could take the request at all.
         """
-        waiter = self._enter(request, ticket)
+        prompt = Prompt(request)
+        if prompt.num_tokens > LONG_PROMPT_TOKENS:
+            await asyncio.to_thread(prompt.make_keys, self._nodes.key_units)
+        waiter = self._enter(prompt, ticket)
         try:
             return await waiter.pair
         except asyncio.CancelledError:
@@ -224,11 +229,11 @@ class WaitingQueue:
             node.take(waiter.prompt)
         waiter.pair.set_result(pair)
 
-    def _enter(self, request: GenerateRequest, ticket: Ticket) -> _Waiter:
+    def _enter(self, prompt: Prompt, ticket: Ticket) -> _Waiter:
         if self._closed is not None:
             raise self._closed
         loop = asyncio.get_running_loop()
-        waiter = _Waiter(Prompt(request), ticket, loop.create_future())
+        waiter = _Waiter(prompt, ticket, loop.create_future())
         if ticket.returning:
             waiter.patience = loop.call_later(self._patience_s, self._lose_patience, waiter)
         bisect.insort(self._waiting, waiter, key=_place)

@@ -71,6 +71,11 @@ class Nodes:
             )
         return self._max_tokens
 
+    @property
+    def key_units(self) -> set[tuple[str, int]]:
+        """Identities and units of tokens by which nodes know prefixes."""
+        return {node.cached.key_unit for node in self}
+
     def update(
         self,
         prefill: Sequence[PrefillClient],

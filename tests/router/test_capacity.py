@@ -8,6 +8,7 @@ import time
 import pytest
 
 from sluice.engine.protocol import GenerateRequest, NodeLost, SamplingParams, Unavailable
+from sluice.router import queue
 from sluice.router.prompt import Prompt
 
 
@@ -161,12 +162,12 @@ async def test_a_prompt_that_no_prefill_node_can_hold_is_refused_at_once(make_wo
 async def test_a_request_cancelled_when_it_has_just_been_given_a_pair_returns_its_credit(world):
     ledger = world.service.nodes.find("decode-0").ledger
     ledger.take("everything", 64 * 16)
-    queue = world.service.queue
+    line = world.service.queue
     request = GenerateRequest("r", (9,) * 20, SamplingParams(max_tokens=8))
-    waiting = asyncio.create_task(queue.pair_for(request, queue.ticket()))
-    await world.until(lambda: len(queue) == 1)
+    waiting = asyncio.create_task(line.pair_for(request, line.ticket()))
+    await world.until(lambda: len(line) == 1)
     ledger.give_back("everything")
-    await world.until(lambda: len(queue) == 0)
+    await world.until(lambda: len(line) == 0)
     assert ledger.running == 1 and not waiting.done()  # it has the pair, and not had its turn
     waiting.cancel()
     await asyncio.wait([waiting])
@@ -206,10 +207,10 @@ async def test_the_only_decode_node_takes_nothing_new_while_it_drains(world):
     world.publish()
     assert (await world.complete()).status_code == 503
     assert not world.decodes["decode-0"].calls
-    queue = world.service.queue
+    line = world.service.queue
     request = GenerateRequest("r", (9,) * 20, SamplingParams(max_tokens=8))
     with pytest.raises(Unavailable):
-        await queue.pair_for(request, queue.ticket())
+        await line.pair_for(request, line.ticket())
 
 
 async def test_a_draining_node_finishes_and_gets_nothing_new(world):
@@ -245,7 +246,11 @@ async def test_the_lower_priority_goes_first_and_equals_by_arrival(make_world):
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "priority"
 
 
-async def test_prompts_go_where_their_beginning_is_cached(make_world):
+@pytest.mark.parametrize("long_from_tokens", [1, 50_000])  # keys made in a thread, or not
+async def test_prompts_go_where_their_beginning_is_cached(
+    make_world, monkeypatch, long_from_tokens
+):
+    monkeypatch.setattr(queue, "LONG_PROMPT_TOKENS", long_from_tokens)
     world = await make_world()
     nodes = [world.add_prefill(f"prefill-{number}") for number in range(3)]
     world.add_decode()

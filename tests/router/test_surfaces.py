@@ -102,6 +102,21 @@ def test_key_files_that_cannot_work_are_refused(checkpoint, tmp_path):
             RouterService(parse_config({"model": model, "router": keys}), None)
 
 
+async def test_only_who_asks_for_metrics_gets_them_from_the_nodes(world):
+    node, asked = world.prefills["prefill-0"], []
+    status = node.status
+
+    async def noted(*args, with_metrics: bool):
+        asked.append(with_metrics)
+        return await status(*args, with_metrics=with_metrics)
+
+    node.status = noted
+    await world.until(lambda: len(asked) == 1)  # a heartbeat
+    told = (await world.http.get("/metrics")).text
+    assert asked[0] is False and True in asked
+    assert 'sluice:transfer_bytes_total{node="prefill-0"' in told
+
+
 async def test_models_tokenize_and_detokenize(world):
     models = (await world.http.get("/v1/models")).json()["data"]
     assert models[0]["id"] == "tiny" and models[0]["max_model_len"] == 256
