@@ -96,7 +96,7 @@ def make_job(manager: CacheManager, name: str, token_ids: list[int]) -> Job:
     request = Request(name, name, len(token_ids), SamplingParams(max_tokens=1), token_ids)
     grant = PageGrant(name, 1, "decode", "", name, len(token_ids), {}, lease_s=1.0)
     result: Future[PrefillResult] = Future()
-    return Job(request, grant, result, manager.keys_of(token_ids))
+    return Job(request, grant, result, manager.keys_of(token_ids), router_id="replay")
 
 
 def compute(scheduler: PrefillScheduler, job: Job) -> None:

@@ -117,23 +117,23 @@ class SimulatedDecode(SimulatedNode):
         self._grants = itertools.count(1)
         self._steps: asyncio.Queue[list[TokenChunk]] = asyncio.Queue()
 
-    async def reserve(self, request: GenerateRequest, router_id: str) -> PageGrant:
+    async def reserve(self, request: GenerateRequest) -> PageGrant:
         number, num_tokens = next(self._grants), len(request.token_ids)
         return PageGrant(
             f"{self.info.node_id}-{number}", number, self.info.node_id, "1", request.request_id,
             num_tokens, {}, 60.0,
         )  # fmt: skip
 
-    async def release(self, grant_id: str, *, in_flight: bool) -> None:
+    async def release(self, request_id: str, *, in_flight: bool) -> None:
         """Nothing is kept."""
 
     def begin(self, request: GenerateRequest) -> None:
         """The prompt's pages have come."""
         tokens = tuple(range(1, NUM_OUTPUT_TOKENS))
-        chunk = TokenChunk(request.request_id, tokens, FinishReason.LENGTH)
+        chunk = TokenChunk(request.request_id, tokens, FinishReason.LENGTH, position=1)
         asyncio.get_running_loop().call_later(COMPUTING_S, self._steps.put_nowait, [chunk])
 
-    async def tokens(self, router_id: str) -> AsyncIterator[list[TokenChunk]]:
+    async def tokens(self, router_id: str, number: int = 0) -> AsyncIterator[list[TokenChunk]]:
         while True:
             yield await self._steps.get()
 
@@ -175,7 +175,7 @@ class Router:
         at_once = max(1, CAPACITY_PER_S // num_nodes)
         decode = {f"decode-{i}": SimulatedDecode(i, at_once) for i in range(num_nodes)}
         prefill = [SimulatedPrefill(i, at_once, decode) for i in range(num_nodes)]
-        self.nodes.update(prefill, list(decode.values()), ())
+        self.nodes.update(prefill, [*decode.values()], ())
 
     async def settle(self) -> None:
         while not self.queue.settled:

@@ -124,7 +124,7 @@ def decode_turn(num_tokens: int, temperature: float = 0.0) -> Cost:
     name = f"{what} {num_tokens}"
     node = DecodeNode(runner, LocalTransport(name), config, name, "")
     received: Counter[str] = Counter()  # tokens by request; the chunks are dropped, as on their way
-    node.subscribe("router", lambda chunks: received.update(c.request_id for c in chunks))
+    node.subscribe("router", lambda chunks: received.update(c.request_id for c in chunks or ()))
     for number in range(NUM_REQUESTS):  # each a token shorter, so that pages end in turn
         prompt = tuple(range(number * num_tokens, (number + 1) * num_tokens - number))
         _run_on(node, GenerateRequest(f"r{number}", prompt, sampling))

@@ -370,7 +370,7 @@ class DecodeNode:
         self._send(stream, error=message)
         stream.fail(message)
         try:
-            self._release(stream.grant.grant_id, in_flight=not stream.running)
+            self._release(stream, in_flight=not stream.running)
         except Exception:
             log.exception("event=release_failed request_id=%s", stream.request_id)
 

@@ -55,7 +55,7 @@ class Job:
     def ended(self) -> bool:
         return bool(self.outcome or self.error or self.aborts)
 
-    def tell(self, error: NodeError) -> None:
+    def tell(self, error: SluiceError) -> None:
         """Tell the caller of a failure; abort still waits for what may be in flight."""
         if not self.result.done():
             self.result.set_exception(error)

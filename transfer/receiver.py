@@ -145,8 +145,8 @@ class Receiver:
             return
         self._drop(sender, str(reason), f"grant_id={note.grant_id}")
         if reason != "duplicate":
-            error = f"grant {note.grant_id}: {reason}; reserve again"
-            self._reads.decline(sender, offer, error, stranger=True)
+            why = f"grant {note.grant_id}: {reason}; reserve again"
+            self._reads.decline(sender, offer, why, stranger=True)
 
     def _read(self, incoming: Incoming, sender: str, offer: Offer, note: Notification) -> None:
         """Begin to read from a sender that knows the grant's epoch, or decline the offer."""
