@@ -106,7 +106,7 @@ class SimulatedNode:
         self, router_id: str, cache_version: int | None = None, *, with_metrics: bool = True
     ) -> NodeStatus:
         metrics = self._metrics.families() if with_metrics else ()
-        return NodeStatus(self.info.node_id, 1, 0, self._pools, metrics)
+        return NodeStatus(self.info.node_id, 1, 0, self._pools, metrics, clock_s=time.monotonic())
 
 
 class SimulatedDecode(SimulatedNode):

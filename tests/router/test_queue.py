@@ -54,7 +54,7 @@ class Silent:
     async def status(self, *_, **__):
         await asyncio.Event().wait()
 
-    async def tokens(self, _):
+    async def tokens(self, _, number=0):
         await asyncio.Event().wait()
         yield []
 

@@ -1,0 +1,185 @@
+"""Clients that leave before their long prompt has reached prefill, on two raylets: who is harmed?
+
+    python -m sluice.benchmarks.abort_order [--times 200] [--tokens 131072]
+
+Ray fetches large arguments before it runs a call, so an abort overtakes its `run`. A request of so
+many tokens is cancelled once its `run` is on its way, and its pages go to a short request, whose
+answer is compared with the one it got alone. Router and decode are on one raylet, prefill on the
+other. Exit code 1 if an answer differs, or pages are still in use at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from tqdm import tqdm
+
+from sluice.benchmarks.provenance import RESULTS, print_provenance, provenance, write_csv
+from sluice.deploy import ray_environment
+from sluice.engine.config import SluiceConfig, parse_config
+from sluice.engine.protocol import GenerateRequest, PageGrant, PrefillResult, SamplingParams
+from sluice.model.make_checkpoint import TINY, make_checkpoint
+
+COMMAND = "python -m sluice.benchmarks.abort_order"
+MOMENTS_S = (0.0, 0.001, 0.002, 0.005, 0.01)  # from the run's departure to the cancel
+QUIET_LIMIT_S = 120.0
+
+
+def config_of(checkpoint: Path, num_tokens: int) -> SluiceConfig:
+    """One slot on decode, so that the next request gets the pages of the one that left."""
+    role = {"cache_bytes": 512 << 20, "prefix_cache": False}
+    return parse_config(
+        {
+            "model": {"path": str(checkpoint), "max_model_len": num_tokens + 1024},
+            "prefill": role,
+            "decode": role | {"max_running_requests": 1},
+            "transfer": {"lease_s": 10},
+        }
+    )
+
+
+@contextlib.asynccontextmanager
+async def deployment(config: SluiceConfig) -> AsyncIterator[tuple[Any, Any, Any]]:
+    """The dispatcher here, and the actors of a prefill and a decode node."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    from sluice.deploy.clients import RayDecodeClient, RayPrefillClient
+    from sluice.deploy.node_actors import DecodeActor, PrefillActor
+    from sluice.router.background import Background
+    from sluice.router.dispatch import Dispatcher
+    from sluice.router.policy import Policy
+    from sluice.router.queue import WaitingQueue
+    from sluice.router.registry import Nodes
+
+    class Counting(PrefillActor):
+        """Knows which aborts came before their run."""
+
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self._seen: set[str] = set()
+            self._overtaken = 0
+
+        async def run(self, request: GenerateRequest, grant: PageGrant) -> PrefillResult:
+            self._seen.add(request.request_id)
+            return await super().run(request, grant)
+
+        async def abort(self, request_id: str) -> None:
+            self._overtaken += request_id not in self._seen
+            await super().abort(request_id)
+
+        async def overtaken(self) -> int:
+            return self._overtaken
+
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 2, "object_store_memory": 256 << 20}
+    )
+    cluster.add_node(num_cpus=2, resources={"far": 1}, object_store_memory=256 << 20)
+    ray.init(address=cluster.address, log_to_driver=False)
+    try:
+        common = {"max_concurrency": 100, "num_cpus": 0}
+        prefill = ray.remote(Counting).options(resources={"far": 1}, **common)
+        prefill = prefill.remote(config, "prefill-0", 1)
+        decode = ray.remote(DecodeActor).options(**common).remote(config, "decode-0", 1)
+        infos = await asyncio.gather(prefill.start.remote(), decode.start.remote())
+        await prefill.meet.remote(1, [infos[1]])
+        background = Background()
+        nodes = Nodes(
+            router_id="router",
+            lease_s=config.transfer.lease_s,
+            shared=False,
+            background=background,
+            on_change=lambda: queue.wake(),
+        )
+        policy = Policy("cache_aware", "cache_aware")
+        queue = WaitingQueue(nodes, policy, max_waiting=99, patience_s=60)
+        dispatcher = Dispatcher(
+            queue, router_id="router", background=background, on_retry=lambda reason: None
+        )
+        nodes.update([RayPrefillClient(prefill, infos[0])], [RayDecodeClient(decode, infos[1])], ())
+        yield dispatcher, prefill, nodes
+        nodes.close("the benchmark is over")
+        await background.drain(5)
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+async def answer(dispatcher: Any, request: GenerateRequest) -> list[int]:
+    tokens: list[int] = []
+    async with contextlib.aclosing(dispatcher.generate(request)) as stream:
+        async for new in stream:
+            tokens += new.token_ids
+    return tokens
+
+
+async def measure(config: SluiceConfig, times: int, num_tokens: int) -> dict[str, int]:
+    async with deployment(config) as (dispatcher, prefill, nodes):
+        vocab = TINY.vocab_size - 8
+        victim = GenerateRequest(
+            "victim", tuple(5 + i * 7 % vocab for i in range(120)), SamplingParams(24, 0.0)
+        )
+        leaver = GenerateRequest(
+            "leaver", tuple(5 + i * 11 % vocab for i in range(num_tokens)), SamplingParams(8, 0.0)
+        )
+        alone = await answer(dispatcher, victim)
+        harmed = 0
+        for number in tqdm(range(times), desc="leaving clients", unit="client"):
+            request = dataclasses.replace(leaver, request_id=f"leaver-{number}")
+            leaving = asyncio.create_task(answer(dispatcher, request))
+            view = nodes.prefill[0]
+            while not view.held.expects(f"leaver-{number}.1"):  # until its run is on its way
+                await asyncio.sleep(0)
+            await asyncio.sleep(MOMENTS_S[number % len(MOMENTS_S)])
+            leaving.cancel()
+            again = dataclasses.replace(victim, request_id=f"victim-{number}")
+            harmed += await answer(dispatcher, again) != alone
+            await asyncio.wait({leaving})
+        used = await _used_pages(nodes)
+        overtaken = await prefill.overtaken.remote()
+    return {"times": times, "overtaken": overtaken, "harmed": harmed, "used_pages": used}
+
+
+async def _used_pages(nodes: Any) -> int:
+    """Pages in use once everything has had time to come back."""
+    deadline = asyncio.get_running_loop().time() + QUIET_LIMIT_S
+    while True:
+        await nodes.refresh(5.0)
+        used = sum(p["used"] for node in nodes for p in node.status.pools.values())
+        if not used or asyncio.get_running_loop().time() > deadline:
+            return int(used)
+        await asyncio.sleep(0.5)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--times", type=int, default=200)
+    parser.add_argument("--tokens", type=int, default=131_072)
+    arguments = parser.parse_args()
+    console = Console()
+    origin = provenance(f"{COMMAND} --times {arguments.times} --tokens {arguments.tokens}")
+    print_provenance(console, origin)
+    ray_environment.prepare(joining=False)
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = Path(folder) / "tiny"
+        longest = dataclasses.replace(TINY, max_model_len=arguments.tokens + 1024)
+        make_checkpoint(checkpoint, config=longest, seed=7)
+        config = config_of(checkpoint, arguments.tokens)
+        found = asyncio.run(measure(config, arguments.times, arguments.tokens))
+    console.print(", ".join(f"{key} {value}" for key, value in found.items()))
+    write_csv(RESULTS / "abort_order.csv", origin, [{"tokens": arguments.tokens, **found}])
+    if found["harmed"] or found["used_pages"]:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
