@@ -45,11 +45,15 @@ class Incoming:
             return "duplicate"
         return None
 
-    def check_offer(self, note: Notification, copies: Sequence[Copy]) -> None:
-        """Raise TransferFailed unless all bytes land in this grant's pages, where note says."""
-        for name, rows in note.rows.items():
-            self._check_rows(name, rows)
-        check_landing(copies, self._specs, self.grant.pages, note.rows)
+    def misplaced(self, note: Notification, copies: Sequence[Copy]) -> str:
+        """Why an offer would not just fill note's rows in this grant's pages; "" if it would."""
+        try:
+            for name, rows in note.rows.items():
+                self._check_rows(name, rows)
+            check_landing(copies, self._specs, self.grant.pages, note.rows)
+        except TransferFailed as error:
+            return str(error)
+        return ""
 
     def take(self, sender: str, note: Notification) -> None:
         """Count a chunk. Raises TransferFailed if it is not what the grant waits for."""

@@ -56,8 +56,8 @@ NixlError: tuple[type[Exception], ...] = tuple(
     for value in vars(_bindings).values()
     if isinstance(value, type) and issubclass(value, Exception)
 )
-# UnicodeDecodeError: of a peer whose name is no text.
-NoNotifications: tuple[type[Exception], ...] = (*NixlError, UnicodeDecodeError)
+# The latter for a peer whose name is no text.
+UNREADABLE: tuple[type[Exception], ...] = (*NixlError, UnicodeDecodeError)
 
 UCX_SETTINGS = "engine_config"  # NIXL's parameter that passes them on: "KEY=VALUE,KEY=VALUE"
 MAILBOX = ""  # the region of one byte that a notification is written with if no pool's run can be
@@ -282,7 +282,7 @@ class NixlTransport:
     def _take_notifications(self) -> None:
         try:
             arrived: dict[str, list[bytes]] = self._agent.get_new_notifs()
-        except NoNotifications as error:
+        except UNREADABLE as error:
             log.warning("event=notifications_dropped agent=%s error=%s", self.name, error)
             return
         self._arrived += [

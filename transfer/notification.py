@@ -9,6 +9,7 @@ from typing import Any
 from sluice.transfer.envelope import Malformed, name, number, seal, typed, unseal
 
 KIND = "note 2"
+FIELDS = ("grant", "epoch", "chunk", "last", "rows", "token", "sampled", "sums")
 MAX_BYTES = 64 << 10
 MAX_EPOCH = 1 << 63
 MAX_CHUNKS = 1 << 31
@@ -53,23 +54,20 @@ class Notification:
     def decode(cls, message: bytes) -> Notification:
         """Raises Malformed for anything that `encode` cannot have written."""
         fields = typed(unseal(KIND, message, MAX_BYTES), dict)
-        try:
-            token = fields["token"]
-            note = cls(
-                grant_id=name(fields["grant"]),
-                epoch=number(fields["epoch"], MAX_EPOCH),
-                chunk=number(fields["chunk"], MAX_CHUNKS),
-                last=typed(fields["last"], bool),
-                rows={name(p): _rows(ends) for p, ends in typed(fields["rows"], dict).items()},
-                first_token=None if token is None else number(token, MAX_TOKEN),
-                sampled=typed(fields["sampled"], bool),
-                checksums={p: _digest(d) for p, d in typed(fields["sums"], dict).items()},
-            )
-        except KeyError as error:
-            raise Malformed(f"{message[:80]!r} lacks {error}") from error
+        if tuple(fields) != FIELDS:
+            raise Malformed(f"{message[:80]!r} has other fields than {', '.join(FIELDS)}")
+        token = fields["token"]
+        note = cls(
+            grant_id=name(fields["grant"]),
+            epoch=number(fields["epoch"], MAX_EPOCH),
+            chunk=number(fields["chunk"], MAX_CHUNKS),
+            last=typed(fields["last"], bool),
+            rows={name(p): _rows(ends) for p, ends in typed(fields["rows"], dict).items()},
+            first_token=None if token is None else number(token, MAX_TOKEN),
+            sampled=typed(fields["sampled"], bool),
+            checksums={p: _digest(d) for p, d in typed(fields["sums"], dict).items()},
+        )
         note._check()
-        if note.encode() != message:  # fields that nobody asked for, or in another order
-            raise Malformed(f"{message[:80]!r} has other fields than ours")
         return note
 
     def _check(self) -> None:

@@ -181,9 +181,7 @@ def _fills(found: Sequence[ByteRuns], expected: ByteRuns) -> bool:
     end = start + np.concatenate([runs.num_bytes for runs in found])
     order = np.argsort(start)
     start, end = start[order], end[order]
-    if (start[1:] < end[:-1]).any():
-        return False
-    apart = start[1:] != end[:-1]
+    apart = start[1:] != end[:-1]  # runs that overlap are apart, too: then ends are not in order
     heads, tails = np.concatenate([[True], apart]), np.concatenate([apart, [True]])
     expected_end = expected.target_offset + expected.num_bytes
     return np.array_equal(start[heads], expected.target_offset) and np.array_equal(

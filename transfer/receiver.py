@@ -150,15 +150,12 @@ class Receiver:
 
     def _read(self, incoming: Incoming, sender: str, offer: Offer, note: Notification) -> None:
         """Begin to read from a sender that knows the grant's epoch, or decline the offer."""
-        error = f"grant {note.grant_id}: unknown_grant; reserve again"
-        reason = None if incoming.open else "unknown_grant"
-        try:
-            incoming.check_offer(note, offer.copies)
-        except TransferFailed as misplaced:
-            reason, error = reason or "misplaced", str(misplaced)
-        if reason is not None:
+        reason, why = "unknown_grant", f"grant {note.grant_id}: unknown_grant; reserve again"
+        if incoming.open:
+            reason, why = "misplaced", incoming.misplaced(note, offer.copies)
+        if why:
             self._drop(sender, reason, f"grant_id={note.grant_id}")
-            self._reads.decline(sender, offer, error)
+            self._reads.decline(sender, offer, why)
         elif self._reads.start(sender, offer, note, incoming.grant.lease_s):
             incoming.sender = sender
             incoming.reading.add(note.chunk)

@@ -5,6 +5,12 @@ The life of a transport: `register` the pools once, hand out `address`, `connect
 
 A transport belongs to one thread, the node's loop: no method but the constructor, `register` and
 `address` may be called from another, and those only before the loop starts.
+
+What a peer may do: memory is registered as a whole, and its keys are in the address that every peer
+gets and keeps, whether it stays or leaves. So a node that was introduced, or anybody who has an
+address and reaches the node's port, can read and write all pools; grants, leases and epochs guard
+against faults and late messages, not against a peer that means harm. Peers are trusted like
+ourselves, and the network between nodes must be closed to everybody else.
 """
 
 from __future__ import annotations

@@ -121,6 +121,18 @@ def test_a_repeated_key_is_malformed():
         Notification.decode(sealed_as_it_is(KIND, twice))
 
 
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+@pytest.mark.parametrize("spelling", [(b",", b", "), (b"3", b"3e0"), (b'"', b'"\\u0020')])
+def test_what_is_spelled_otherwise_is_malformed(message, spelling):
+    head, body = message.encode().split(b"{" if message is NOTE else b"[", 1)
+    kind = " ".join(head.decode().split()[:2])
+    body = (b"{" if message is NOTE else b"[") + body.replace(*spelling)
+    if body in message.encode():
+        return  # nothing to spell
+    with pytest.raises(Malformed):
+        type(message).decode(sealed_as_it_is(kind, body))
+
+
 @pytest.mark.parametrize("body", [b"[" * 30_000, b"1" * 30_000, b"NaN", b"[1e400]"])
 def test_nesting_and_endless_numbers_are_malformed(body):
     for decoder, kind in zip(decoders(), (KIND, OFFER, ANSWER_KIND), strict=True):
