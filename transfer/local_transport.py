@@ -83,6 +83,9 @@ class LocalTransport:
     def watch(self, on: bool) -> None:
         """Nothing to move on: posts are over at once."""
 
+    def move_until(self, deadline: float) -> None:
+        """Nothing to move on: posts are over at once."""
+
     def abandon(self, handle: Handle) -> None:
         """Nothing to give up: a post is over when it returns."""
 

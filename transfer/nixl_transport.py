@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -41,6 +42,7 @@ import torch
 from nixl import _bindings
 from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
 
+from sluice.cache.clock import lease_clock
 from sluice.cache.pools import Pool
 from sluice.engine.protocol import ConfigError, IncompatiblePeers, TransferFailed
 from sluice.transfer.nixl_memory import Address, Batch, Region, batches
@@ -138,6 +140,7 @@ class NixlTransport:
         self._lock = threading.RLock()
         self._arrived: list[tuple[str, bytes]] = []
         self._watched = False
+        self._moves_until = math.inf
         self._moved_at = 0.0  # monotonic second at which the agent was last polled
         self._cuda: int | None = None
         self._pump = Pump(name, self._pump_turn)
@@ -272,6 +275,9 @@ class NixlTransport:
         if on:
             self._pump.wake()
 
+    def move_until(self, deadline: float) -> None:
+        self._moves_until = deadline
+
     def notifications(self) -> list[tuple[str, bytes]]:
         with self._lock:
             self._moved_at = time.monotonic()
@@ -291,7 +297,7 @@ class NixlTransport:
 
     def _pump_turn(self) -> bool:
         """Move on what is in flight unless the loop does so itself; whether there is anything."""
-        if time.monotonic() - self._moved_at < PUMP_S:
+        if time.monotonic() - self._moved_at < PUMP_S or lease_clock() >= self._moves_until:
             return True
         if self._cuda is not None:
             torch.cuda.set_device(self._cuda)  # of this thread: UCX copies in the current context

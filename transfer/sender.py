@@ -21,6 +21,7 @@ A peer whose connection is lost stays known, and each use of it tries to connect
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
@@ -156,6 +157,7 @@ class Sender:
         for outgoing in self._outgoing.values():
             self._post_queued(outgoing)
             transfers += outgoing.news_of_failure()
+        self._limit_moves()
         return transfers
 
     def in_flight(self, grant_id: str) -> bool:
@@ -186,8 +188,15 @@ class Sender:
         self._outgoing.clear()
         self._transport.close()
 
+    def _limit_moves(self) -> None:
+        """Let nothing move on by itself once a lease of what is in flight, or will be, is over."""
+        deadlines = [out.deadline for out in self._outgoing.values() if out.in_flight or out.queue]
+        self._transport.move_until(min(deadlines, default=math.inf))
+
     def _post_queued(self, outgoing: Outgoing) -> None:
         """Post what waits, as far as staging memory reaches. A failure ends the grant."""
+        if outgoing.queue:
+            self._limit_moves()
         try:
             while outgoing.queue:
                 peer = self._usable_peer(outgoing.grant)

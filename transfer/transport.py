@@ -99,6 +99,14 @@ class Transport(Posts, Protocol):
         """
         ...
 
+    def move_until(self, deadline: float) -> None:
+        """From this moment of the lease clock on nothing moves on without a call.
+
+        A node that was frozen may find its leases over when it wakes up: what it had queued is for
+        its loop to abandon, not to be written first.
+        """
+        ...
+
     def notifications(self) -> list[tuple[str, bytes]]:
         """Notifications that came since the last call: (sender's name, bytes)."""
         ...

@@ -1,6 +1,7 @@
 """What a fault costs: a refused peer, a failed grant, never a late write and never a hang."""
 
 import dataclasses
+import math
 import time
 
 import pytest
@@ -443,6 +444,22 @@ def test_a_peer_that_stays_away_fails_each_request_until_it_is_connected_again(t
     new.end.expect(grant)
     toy.deliver(source, grant, [20])
     assert new.end.poll()[-1].first_token == 42
+
+
+def test_nothing_moves_on_by_itself_beyond_the_first_lease_that_ends(toy):
+    class Limited(SlowTransport):
+        def move_until(self, deadline):
+            self.deadline = deadline
+
+    clock = Clock()
+    source, target = toy.pair(kind=Limited, clock=clock)
+    for number, lease_s in enumerate([5.0, 3.0, 9.0]):
+        toy.deliver(source, target.grant(20, f"g{number}", lease_s=lease_s), [20])
+    assert source.transport.deadline == 3.0
+    clock.now_s = 2.0
+    source.transport.outcome = True
+    source.end.poll()
+    assert source.transport.deadline == math.inf
 
 
 def test_the_lease_is_checked_after_what_takes_time_and_before_the_post(toy):

@@ -1,6 +1,7 @@
 """The same over NIXL: two agents in one process, and nodes in processes of their own."""
 
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from sluice.cache.clock import lease_clock
 from sluice.cache.spec import tables_of
 from sluice.engine.protocol import (
     ConfigError,
@@ -169,6 +171,7 @@ def test_a_frozen_peer_fails_the_request_at_its_lease_and_is_loaded_again(
     deliver_to_host(toy, source, host, host.grant(40, grant_id="warm"))
     grant = host.grant(40, lease_s=0.2)
     os.kill(host.process.pid, signal.SIGSTOP)
+    os.waitpid(host.process.pid, os.WUNTRACED)  # until it has stopped
     toy.deliver(source, grant, [40])
     [failed] = wait_until(bool, source)
     assert "lease" in str(failed.error)
@@ -227,6 +230,19 @@ def test_what_is_written_arrives_while_the_receivers_loop_is_in_a_step(toy, tcp_
     if mode == "read":  # it is the receiver's loop that reads
         toy.wait_for(lambda _: target.end._reads._posted, target)
     toy.wait_for(lambda items: items, source)
+
+
+def test_nothing_moves_on_by_itself_once_a_lease_is_over(toy, tcp_pair, mode):
+    source, target = tcp_pair
+    grant = target.grant(77)
+    target.end.expect(grant)
+    source.transport.move_until(lease_clock())
+    source.transport.post(target.transport.name, [], b"late")  # connecting takes several polls
+    for _ in range(300):
+        assert target.transport.notifications() == []
+        time.sleep(0.001)
+    source.transport.move_until(math.inf)
+    toy.wait_for(lambda _: target.transport.notifications())
 
 
 def test_nothing_is_polled_where_nothing_is_in_flight_or_expected(toy, tcp_pair):
