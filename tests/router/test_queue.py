@@ -226,7 +226,7 @@ async def test_nobody_waits_without_need_or_is_overtaken_and_no_credit_is_lost(
     prefill, decode, policies, data
 ):
     async with cluster_of(prefill, decode, policies) as cluster:
-        for _ in range(data.draw(st.integers(1, 40))):
+        for _ in range(data.draw(st.integers(20, 40))):
             act(cluster, data.draw)
             await cluster.settle()
             cluster.check()
@@ -234,11 +234,11 @@ async def test_nobody_waits_without_need_or_is_overtaken_and_no_credit_is_lost(
 
 def act(cluster: Cluster, draw) -> None:
     """One thing that happens."""
-    kinds = ["ask", "ask", "drain"]
+    kinds = ["ask"] * 5 + ["drain"]
     kinds += ["leave"] * bool(cluster.waiting) + ["end", "end", "hand over"] * bool(cluster.running)
     match draw(st.sampled_from(kinds)):
         case "ask":
-            length = st.integers(1, 5 * PAGE)
+            length = st.integers(1, PAGE) | st.integers(2 * PAGE, 5 * PAGE)
             cluster.ask(draw(length), draw(length), local=draw(st.integers(0, 4)) == 0)
         case "leave":
             draw(st.sampled_from(cluster.waiting)).waiting.cancel()
