@@ -85,16 +85,16 @@ async def test_a_hostile_body_is_refused_while_others_are_served(v4, kind):
     path, body = HOSTILE[kind]
     assert (await v4.complete()).status_code == 200
     asked = asyncio.create_task(v4.http.post(path, content=body, headers=JSON_TYPE))
-    longest_s = 0.0
+    longest_s = 0.0  # of this thread's processor time: others may keep the machine busy
     while not asked.done():
-        begun = time.monotonic()
+        begun = time.thread_time()
         assert (await v4.http.get("/health")).status_code == 200
         assert (await v4.complete()).status_code == 200
-        longest_s = max(longest_s, time.monotonic() - begun)
         await asyncio.sleep(0.005)
+        longest_s = max(longest_s, time.thread_time() - begun)
     refused(asked.result())
     print(kind, f"{longest_s * 1000:.0f} ms")
-    assert longest_s < 1.0  # of which a quiet machine takes a twentieth
+    assert longest_s < 0.4  # it is a tenth of that
 
 
 def resident_bytes() -> int:
