@@ -22,7 +22,6 @@ import argparse
 import asyncio
 import contextlib
 import itertools
-import resource
 import subprocess
 import sys
 import tempfile
@@ -38,7 +37,12 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from sluice.benchmarks.load_client import Answered, bad_clients, stream
+from sluice.benchmarks.load_client import (
+    Answered,
+    allow_many_connections,
+    bad_clients,
+    stream,
+)
 from sluice.benchmarks.memory import Sample, growth, sample
 from sluice.benchmarks.provenance import RESULTS, print_provenance, provenance, write_csv
 from sluice.deploy import locate
@@ -62,7 +66,6 @@ NUM_IDLE, NUM_UNREAD = 1_000, 100
 NUM_BESIDE, BESIDE_S = 20, 20.0
 QUIET_LIMIT_S = 120.0
 MAX_GROWTH = 0.1
-MAX_FILES = 8_192
 
 
 @dataclass(frozen=True)
@@ -151,11 +154,12 @@ def _phase(
         num_wrong,
         sum(problems.values()) - num_wrong,
         round(len(good) / seconds, 1),
-        *(round(_percentile(times, part), 3) for times in (first, whole) for part in (0.5, 0.99)),
+        *(round(percentile(times, part), 3) for times in (first, whole) for part in (0.5, 0.99)),
     )
 
 
-def _percentile(ordered: Sequence[float], part: float) -> float:
+def percentile(ordered: Sequence[float], part: float) -> float:
+    """Of values in ascending order; NaN of none."""
     return ordered[int(part * (len(ordered) - 1))] if ordered else float("nan")
 
 
@@ -256,9 +260,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--streams", type=int, default=500)
     parser.add_argument("--seconds", type=float, default=300.0)
     given = parser.parse_args(arguments)
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    allow_many_connections()
     console = Console()
     origin = provenance(
         f"python -m sluice.benchmarks.load --streams {given.streams} --seconds {given.seconds:g}"

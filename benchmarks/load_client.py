@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 import socket
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+MAX_FILES = 8_192
 SMALL_BUFFER_BYTES = 4096  # so that a client that does not read is felt soon
 
 
@@ -27,6 +29,13 @@ class Answered:
     first_s: float
     whole_s: float
     problem: str = ""
+
+
+def allow_many_connections() -> None:
+    """Let this process open more files than the usual 1,024."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def request_bytes(url: str, body: Mapping[str, Any]) -> bytes:
@@ -77,8 +86,8 @@ async def bad_clients(
     url: str, body: Mapping[str, Any], *, num_idle: int, num_unread: int
 ) -> AsyncIterator[None]:
     """For the block, so many connections that say nothing, and streams that nobody reads."""
-    silent = [await _connected(url) for _ in range(num_idle)]
-    unread = [await _connected(url) for _ in range(num_unread)]
+    silent = [await connected(url) for _ in range(num_idle)]
+    unread = [await connected(url) for _ in range(num_unread)]
     loop = asyncio.get_running_loop()
     for connection in unread:
         await loop.sock_sendall(connection, request_bytes(url, {**body, "stream": True}))
@@ -88,7 +97,7 @@ async def bad_clients(
         _close([*silent, *unread])
 
 
-async def _connected(url: str) -> socket.socket:
+async def connected(url: str) -> socket.socket:
     where = urlsplit(url)
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_BUFFER_BYTES)
