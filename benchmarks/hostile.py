@@ -9,9 +9,10 @@ then for 5 s alone.
 
 A line for each input: how long answers, first tokens and /health took before, during and after;
 what was wrong or failed; by how much the router and the nodes grew, at any moment; how many of
-these processes ended; what the hostile client was answered; and after how long everything was idle
-and right again. If that takes too long, the next input gets another deployment. Good requests that
-want much (`is_work`) have a right to their share of the machine: what others wait is not judged.
+these processes ended; what the hostile client was answered; and how long it took after all that
+until everything was idle and right again. If that takes more than 60 s, the next input gets another
+deployment. Good requests that want much (`is_work`) have a right to their share of the machine:
+what others wait is not judged.
 
 Exit code 1 if the slowest hundredth of answers or of /health becomes more than 50 ms slower, an
 answer is wrong or missing, a process grows by more than 256 MB or ends, or does not come to rest.
@@ -47,7 +48,8 @@ from sluice.deploy import locate, state
 from sluice.deploy.state import Deployment
 
 CONFIG = Path(__file__).parents[1] / "deploy/configs/2p2d.yaml"
-BEFORE_S, AFTER_S = 10.0, 5.0
+NAMESPACE = "hostile"
+WARM_S, BEFORE_S, AFTER_S = 5.0, 10.0, 5.0
 MEMORY_EVERY_S = 0.25
 REST_LIMIT_S = 60.0
 DOWN_LIMIT_S = 30.0
@@ -106,6 +108,15 @@ async def measure(deployment: Deployment, name: str, seconds: float) -> Row:
         "rest_s": rest_s,
     }
     return {**row, "broken": ", ".join(broken(row, is_work=INPUTS[name].is_work))}
+
+
+async def warm(deployment: Deployment) -> None:
+    """The innocent client alone: a first step of each size is slow."""
+    expected, enough = await references(deployment.url, deployment.model), asyncio.Event()
+    asking = asyncio.create_task(ask(deployment.url, deployment.model, expected, enough))
+    await asyncio.sleep(WARM_S)
+    enough.set()
+    await asking
 
 
 def compared(before: Waits, during: Waits, after: Waits) -> Row:
@@ -173,6 +184,7 @@ def measure_all(
     waiting = deque(names)
     while waiting:
         with deployed(config) as deployment:
+            asyncio.run(warm(deployment))
             rests = True
             while waiting and rests:
                 row = asyncio.run(measure(deployment, waiting.popleft(), seconds))
@@ -183,16 +195,15 @@ def measure_all(
 @contextlib.contextmanager
 def deployed(config: Path) -> Iterator[Deployment]:
     """A deployment of our own for the block, which ends with it in whatever state it is."""
-    namespace = f"hostile-{os.getpid()}"
-    up = _sluice("up", str(config), "--detach", "--port", "0", "--namespace", namespace)
+    up = _sluice("up", str(config), "--detach", "--port", "0", "--namespace", NAMESPACE)
     if up.returncode:
         raise SystemExit(f"{config}: {up.stderr or up.stdout}")
-    deployment = locate.deployment(namespace)
+    deployment = locate.deployment(NAMESPACE)
     try:
         yield deployment
     finally:
-        _sluice("down", "--namespace", namespace, "--timeout", str(DOWN_LIMIT_S))
-        if state.is_held(namespace):
+        _sluice("down", "--namespace", NAMESPACE, "--timeout", str(DOWN_LIMIT_S))
+        if state.is_held(NAMESPACE):
             os.kill(deployment.pid, signal.SIGKILL)  # Ray's processes end with the one they serve
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import multiprocessing
 import os
 from collections import Counter
@@ -76,10 +75,11 @@ async def attack(hostile: Hostile, requests: Requests, url: str, seconds: float)
             outcomes[outcome] += 1
             await asyncio.sleep(hostile.pause_s)
 
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(seconds), asyncio.TaskGroup() as group:
-            for _ in range(hostile.num_connections):
-                group.create_task(one_after_another())
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(one_after_another()) for _ in range(hostile.num_connections)]
+        await asyncio.sleep(seconds)
+        for task in tasks:
+            task.cancel()
     return +outcomes
 
 
