@@ -41,7 +41,7 @@ from tqdm import tqdm
 
 from sluice.benchmarks.hostile_attack import attacker
 from sluice.benchmarks.hostile_inputs import INPUTS
-from sluice.benchmarks.innocent import Waits, ask, problems, references, waits
+from sluice.benchmarks.innocent import Waits, ask, problems, references, stretches
 from sluice.benchmarks.memory import Growth
 from sluice.benchmarks.provenance import RESULTS, print_provenance, provenance, write_csv
 from sluice.deploy import locate, state
@@ -53,6 +53,7 @@ WARM_S, BEFORE_S, AFTER_S = 5.0, 10.0, 5.0
 MEMORY_EVERY_S = 0.25
 REST_LIMIT_S = 60.0
 DOWN_LIMIT_S = 30.0
+TABLE_WIDTH = 160  # also where the output is no terminal
 MAX_ADDED_MS = 50.0
 MAX_GROWTH_MB = 256.0
 SHOWN = {
@@ -67,7 +68,6 @@ SHOWN = {
     "node_grown_mb": "node, MB",
     "num_ended": "ended",
     "rest_s": "rest, s",
-    "outcomes": "answered",
     "broken": "broken",
 }
 
@@ -81,26 +81,23 @@ async def measure(deployment: Deployment, name: str, seconds: float) -> Row:
     with attacker(name, url, model) as hostile:
         enough = asyncio.Event()
         asking = asyncio.create_task(ask(url, model, expected, enough))
-        marks = [time.monotonic()]
         await asyncio.sleep(BEFORE_S)
         growth.begin()
         watching = asyncio.create_task(growth.watch(MEMORY_EVERY_S))
-        marks.append(time.monotonic())
+        attack_begin_s = time.monotonic()
         outcomes = await hostile.attack(seconds)
-        marks.append(time.monotonic())
+        attack_end_s = time.monotonic()
         await asyncio.sleep(AFTER_S)
         enough.set()
-        marks.append(time.monotonic())
         asked = await asking
     rest_s = await rest(url, model, expected)
     watching.cancel()
-    before, during, after = (waits(asked, *marks[i : i + 2]) for i in range(3))
     row = {
         "input": name,
         "num_connections": INPUTS[name].num_connections,
         "seconds": seconds,
         "outcomes": counted(outcomes),
-        **compared(before, during, after),
+        **compared(*stretches(asked, attack_begin_s, attack_end_s)),
         "problems": counted(problems(asked)),
         "router_grown_mb": growth.grown_mb("router"),
         "node_grown_mb": growth.grown_mb("prefill", "decode"),
@@ -250,7 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             bar.update()
 
         measure_all(given.config, names, given.seconds, done)
-    console.print(table(rows))
+    Console(width=max(console.width, TABLE_WIDTH)).print(table(rows))
     return 1 if any(row["broken"] for row in rows) else 0
 
 

@@ -14,7 +14,7 @@ from sluice.benchmarks.hostile_bodies import MARK, Requests
 from sluice.benchmarks.hostile_inputs import INPUTS, Hostile
 from sluice.benchmarks.load_client import allow_many_connections
 
-GRACE_S = 20.0  # for the end of an attack
+GRACE_S = 30.0  # for the end of an attack
 PREPARE_S = 120.0
 UNANSWERED = "unanswered"  # what was still under way when the attack ended
 
@@ -52,7 +52,7 @@ def attacker(name: str, url: str, model: str) -> Iterator[Attacker]:
 
 
 def _main(name: str, url: str, model: str, pipe: Connection) -> None:
-    os.nice(19)  # it stands for another machine: what it computes is not to be felt
+    os.nice(10)  # it stands for another machine: what it computes is not to be felt
     allow_many_connections()
     hostile = INPUTS[name]
     requests = hostile.requests(model)

@@ -76,18 +76,31 @@ async def ask(
     return await asyncio.gather(*tasks)
 
 
-def waits(asked: Iterable[Asked], begin_s: float, end_s: float) -> Waits:
-    """Of what was sent in that time."""
-    sent = [a for a in asked if begin_s <= a.at_s < end_s]
-    good = [a for a in sent if not a.problem]
-    num_wrong = sum(a.problem == WRONG for a in sent)
+def stretches(
+    asked: Iterable[Asked], attack_begin_s: float, attack_end_s: float
+) -> tuple[Waits, Waits, Waits]:
+    """Before, during and after an attack; what was under way when it began was beside it."""
+    before, during, after = list[Asked](), list[Asked](), list[Asked]()
+    for one in asked:
+        if one.at_s + one.whole_s < attack_begin_s:
+            before.append(one)
+        elif one.at_s < attack_end_s:
+            during.append(one)
+        else:
+            after.append(one)
+    return waits(before), waits(during), waits(after)
+
+
+def waits(asked: Sequence[Asked]) -> Waits:
+    good = [a for a in asked if not a.problem]
+    num_wrong = sum(a.problem == WRONG for a in asked)
     answers = [a.whole_s for a in good if a.first_s is not None]
     first = [a.first_s for a in good if a.first_s is not None]
     health = [a.whole_s for a in good if a.first_s is None]
     return Waits(
-        sum(a.first_s is not None for a in sent),
+        sum(a.first_s is not None for a in asked),
         num_wrong,
-        sum(bool(a.problem) for a in sent) - num_wrong,
+        sum(bool(a.problem) for a in asked) - num_wrong,
         *(round(1000 * v, 1) for times in (answers, first, health) for v in _p50_p99(times)),
     )
 

@@ -11,7 +11,7 @@ from sluice.benchmarks.hostile_attack import UNANSWERED, attack, numbered
 from sluice.benchmarks.hostile_bodies import MARK
 from sluice.benchmarks.hostile_inputs import GOOD, INPUTS, NUMBERS, SCHEMAS, Hostile
 from sluice.benchmarks.hostile_ways import answered, held
-from sluice.benchmarks.innocent import WRONG, Asked, waits
+from sluice.benchmarks.innocent import WRONG, Asked, stretches, waits
 
 
 def split(request):
@@ -37,14 +37,19 @@ def test_no_two_attempts_send_the_same(name):
 def test_what_an_attack_adds_is_the_difference_of_the_slowest_hundredths():
     quick = [Asked(0.0, 0.010, 0.005)] * 99 + [Asked(0.0, 0.5, 0.005), Asked(0.0, 0.001, None)]
     slow = [Asked(1.0, 0.030, 0.006)] * 5 + [Asked(1.0, 0.041, None), Asked(1.0, 9.0, 9.0, "lost")]
-    before, during, after = (waits([*quick, *slow], begin, begin + 1) for begin in (0.0, 1.0, 2.0))
-    row = compared(before, during, after)
+    row = compared(*stretches([*quick, *slow], attack_begin_s=1.0, attack_end_s=2.0))
     assert (row["added_answer_p99_ms"], row["added_health_p99_ms"]) == (20.0, 40.0)
     assert (row["num_wrong"], row["num_failed"]) == (0, 1)
 
 
+def test_what_is_under_way_when_an_attack_begins_is_no_baseline():
+    asked = [Asked(at_s, 1.5, 1.0) for at_s in (0.0, 1.0, 2.0, 3.0, 4.0)]
+    before, during, after = stretches(asked, attack_begin_s=2.0, attack_end_s=4.0)
+    assert (before.num_answers, during.num_answers, after.num_answers) == (1, 3, 1)
+
+
 def test_wrong_texts_are_no_failures():
-    counted = waits([Asked(0.0, 1.0, 1.0, WRONG), Asked(0.0, 1.0, 1.0, "lost")], 0.0, 1.0)
+    counted = waits([Asked(0.0, 1.0, 1.0, WRONG), Asked(0.0, 1.0, 1.0, "lost")])
     assert (counted.num_answers, counted.num_wrong, counted.num_failed) == (2, 1, 1)
 
 
