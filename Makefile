@@ -18,7 +18,7 @@ gpu-check:
 
 # Prefill and decode on hosts of their own, with a network that is slow, lossy, cut or frozen.
 test-hosts: install
-	$(BIN)/pytest -m hosts tests/deploy/test_two_hosts.py
+	$(BIN)/pytest -m hosts tests/deploy
 
 check: lint test
 

@@ -102,7 +102,14 @@ class Reads:
             self._posted.append(_Posted(handle, sender, None, deadline))
 
     def stop(self, grant_id: str) -> None:
-        """Cut off what is being read for a grant, so that none of it lands from now on."""
+        """Cut off what is being read for a grant, so that none of it lands from now on.
+
+        Mostly it has landed, and its sender was told so, before we came to look: then the other
+        reads from that sender go on.
+        """
+        for posted in [p for p in self._posted if p.read and p.read.note.grant_id == grant_id]:
+            if posted in self._posted:  # still: a failure cuts off others
+                self._settle(posted)
         reads = [posted.read for posted in self._posted if posted.read is not None]
         for sender in {read.sender for read in reads if read.note.grant_id == grant_id}:
             self._cut(sender, f"grant {grant_id} was given up during a read")

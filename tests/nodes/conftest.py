@@ -1,6 +1,5 @@
 """Prefill and decode nodes in two processes over NIXL, or in this one; and one that does both."""
 
-import itertools
 import json
 import queue
 import random
@@ -23,10 +22,10 @@ from sluice.model.registry import load_model
 from sluice.prefill_node.node import PrefillNode
 from sluice.transfer.local_transport import LocalTransport
 
-ATTEMPTS = itertools.count()
 HOST_SCRIPT = Path(__file__).with_name("decode_host.py")
 sys.path.insert(0, str(HOST_SCRIPT.parent))
 
+from attempts import attempt  # noqa: E402
 from decode_host import ROUTER, WatchedDecodeNode, live_rows  # noqa: E402
 
 
@@ -63,11 +62,6 @@ class Single:
         manager, end = self.runner.manager, min(num_tokens, start + self.chunk_tokens)
         last_unit = num_tokens // manager.unit_tokens * manager.unit_tokens
         return min(end, last_unit) if manager.prefix_cache and start < last_unit else end
-
-
-def attempt(request):
-    """The request under an id of its own: nodes take each id once."""
-    return replace(request, request_id=f"{request.request_id}.{next(ATTEMPTS)}")
 
 
 def runner_of(config, role, wrap=lambda model: model):
@@ -223,7 +217,7 @@ def config_of():
         data = {
             "model": {"path": str(checkpoint), "max_model_len": 1024},
             "prefill": {"max_batch_tokens": 48} | common,
-            "decode": common,
+            "decode": {"max_batch_tokens": 48} | common,
             "transfer": {"lease_s": 300},  # no router gives a sign of life here
         }
         for section, values in changes.items():

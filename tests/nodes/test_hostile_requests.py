@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,9 @@ from sluice.engine.grammar import Matcher
 from sluice.engine.protocol import ChoiceFailed, FinishReason, InvalidRequest, NodeError
 from sluice.transfer.local_transport import LocalTransport
 
-ROUTER = "test-router"
+sys.path.insert(0, str(Path(__file__).parent))
+
+from attempts import attempt
 
 VOCAB = 512
 POISON = 77  # the token whose embedding is NaN in the poisoned checkpoint
@@ -57,17 +60,18 @@ def poisoned(tiny_checkpoint, tmp_path_factory):
 
 def outcome(pair, request):
     """Tokens, and the error that ended them."""
+    request = attempt(request)
     grant = pair.reserve(request)
     try:
         first = pair.prefill.run(request, grant).result(30)
     except (NodeError, InvalidRequest) as error:
-        pair.decode.release(grant.grant_id, in_flight=False).result(10)
+        pair.decode.release(grant.request_id, in_flight=False).result(10)
         return [], error
     tokens, error = [first.token_id], None
     if first.finish_reason is None:
         more, error = pair.finish(grant)
         tokens += more
-    pair.decode.release(grant.grant_id, in_flight=False).result(10)
+    pair.decode.release(grant.request_id, in_flight=False).result(10)
     return tokens, error
 
 
@@ -93,17 +97,17 @@ def test_numbers_are_refused_or_computed_with_and_the_nodes_live_on(pair, make_r
     )
     @given(some_numbers)
     def ask(fields):
-        good = replace(plain, request_id="asked")
+        good = attempt(plain)
         bad = replace(good, sampling=replace(plain.sampling, **fields))
         grant = pair.reserve(good)  # so that prefill sees the numbers in any case
         try:
             pair.prefill.run(bad, grant).result(30)
         except InvalidRequest:
             with pytest.raises(InvalidRequest):
-                pair.reserve(bad)
+                pair.reserve(attempt(bad))
         finally:
             pair.prefill.abort(grant.request_id).result(10)
-            pair.decode.release(grant.grant_id, in_flight=False).result(10)
+            pair.decode.release(grant.request_id, in_flight=False).result(10)
 
     ask()
     assert outcome(pair, plain) == expected
@@ -128,7 +132,7 @@ def test_a_schema_that_takes_its_time_holds_up_no_other_request(
     pair = start_local(config_of(MODEL))
     plain = make_request(20, vocab_size=VOCAB)
     slow = replace(plain, request_id="slow", sampling=replace(plain.sampling, json_schema=SLOW))
-    reserving = pair.decode.reserve(slow, ROUTER)
+    reserving = pair.decode.reserve(slow)
     tokens, error = outcome(pair, plain)
     assert len(tokens) == 8 and error is None
     assert not reserving.done(), "it was not slow enough to show anything"
@@ -138,7 +142,7 @@ def test_a_schema_that_takes_its_time_holds_up_no_other_request(
     assert outcome(pair, plain)[0] == tokens
     assert not running.done()
     assert running.result(30).token_id >= 0
-    pair.decode.release(grant.grant_id, in_flight=False).result(10)
+    pair.decode.release(grant.request_id, in_flight=False).result(10)
 
 
 def test_a_slow_grammar_sits_out_and_gets_the_same_tokens(
@@ -158,6 +162,7 @@ def test_a_slow_grammar_sits_out_and_gets_the_same_tokens(
         look_ahead(matcher, output)
 
     monkeypatch.setattr(Matcher, "look_ahead", late)
+    slow = attempt(slow)
     grant = pair.reserve(slow)
     tokens = [pair.prefill.run(slow, grant).result(30).token_id]
     assert asked.wait(30)
@@ -256,6 +261,7 @@ def test_what_breaks_after_a_step_ends_its_request_alone(
 ):
     good, bad = (make_request(30, vocab_size=VOCAB, seed=seed, max_tokens=20) for seed in (1, 2))
     expected = outcome(pair, good)
+    good = attempt(good)
     grants = [pair.reserve(good), pair.reserve(bad)]
     manager = getattr(pair, role).runner.manager
     sound = getattr(manager, step)
@@ -281,7 +287,7 @@ def test_what_breaks_after_a_step_ends_its_request_alone(
                 errors.append(chunk.error)
     assert (tokens, None) == expected and all("tripped" in error for error in errors)
     for grant in grants:
-        pair.decode.release(grant.grant_id, in_flight=False).result(10)
+        pair.decode.release(grant.request_id, in_flight=False).result(10)
     assert pair.used_pages() == 0
 
 

@@ -38,7 +38,7 @@ HOSTILE = {
     "5,000 required": {**optional(5000), "required": [f"p{i}" for i in range(5000)]},
     "100 deep": nested(55),
     "long enum": {"enum": [f"value-{index}" for index in range(30_000)]},
-    "1 MB": {"enum": ["x" * (1 << 20)]},
+    "900 kB": {"enum": ["x" * 900_000]},
     "look-around": {"type": "string", "pattern": "(?=.*a.{20})x"},
     "impossible length": {"type": "string", "maxLength": 2**64},
     "impossible range": {"type": "number", "minimum": 1.2e-300, "maximum": 9.8e300},
@@ -111,7 +111,7 @@ async def test_what_a_node_finds_in_the_request_is_the_clients_fault_once(world)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "response_format"
     await world.until(world.quiescent)
     assert decode.calls == ["reserve", "release"]
-    assert not any(node.breaker._num_failures for node in world.service.nodes)
+    assert not any(node.breaker.num_failures for node in world.service.nodes)
 
 
 async def test_a_token_that_cannot_be_chosen_is_tried_again_without_blame(world):
@@ -120,7 +120,7 @@ async def test_a_token_that_cannot_be_chosen_is_tried_again_without_blame(world)
     answer = await world.complete()
     assert answer.status_code == 200 and answer.json()["choices"][0]["text"] == world.expected()
     assert decode.calls.count("reserve") == 2
-    assert not any(node.breaker._num_failures for node in world.service.nodes)
+    assert not any(node.breaker.num_failures for node in world.service.nodes)
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ async def v4(make_world, checkpoint_writer, tmp_path):
     return world
 
 
-@pytest.mark.parametrize("name", ["multipleOf 499979", "10,000 optional", "1 MB"])
+@pytest.mark.parametrize("name", ["multipleOf 499979", "10,000 optional", "900 kB"])
 async def test_hostile_schemas_of_tools_are_refused_as_well(v4, name):
     parameters = {"type": "object", "properties": {"a": HOSTILE[name]}, "required": ["a"]}
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}

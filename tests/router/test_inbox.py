@@ -53,7 +53,7 @@ async def test_only_a_reader_who_could_come_and_does_not_leaves_chunks_unread():
     await inbox.get()
     reader = asyncio.create_task(inbox.get())
     await asyncio.sleep(0)
-    inbox.put(TokenChunk("r", (2,)))  # the reader is here, and has its turn later
+    inbox.put(TokenChunk("r", (2,), position=1))  # the reader is here, and has its turn later
     assert not any(inbox.is_unread(0) for _ in range(10))
     assert (await reader).token_ids == (2,)
 
@@ -63,5 +63,5 @@ async def test_a_pause_of_our_own_is_not_the_readers():
     inbox.expect_reader()
     inbox.put(TokenChunk("r", (1,)))
     time.sleep(0.05)  # the loop stands still, and then a chunk is there before the reader is
-    inbox.put(TokenChunk("r", (2,)))
+    inbox.put(TokenChunk("r", (2,), position=1))
     assert not inbox.is_unread(0.04)

@@ -168,10 +168,10 @@ async def test_a_hundred_scrapers_ask_each_node_as_often_as_one(world):
     [prefill] = world.prefills.values()
     asked, status = 0, prefill.status
 
-    async def counted(*arguments):
+    async def counted(*arguments, **options):
         nonlocal asked
         asked += 1
-        return await status(*arguments)
+        return await status(*arguments, **options)
 
     prefill.status = counted
     paths = ["/metrics", "/admin/status"] * 50

@@ -1,40 +1,35 @@
-"""Clients that leave before their long prompt has reached prefill, on two raylets: who is harmed?
+"""Clients that leave before their long prompt has reached prefill, on two raylets, harm nobody.
 
-    python -m sluice.benchmarks.abort_order [--times 200] [--tokens 131072]
+    ABORTS=200 pytest -m hosts -o timeout=0 -s tests/deploy/test_abort_order.py
 
-Ray fetches large arguments before it runs a call, so an abort overtakes its `run`. A request of so
-many tokens is cancelled once its `run` is on its way, and its pages go to a short request, whose
+Ray fetches large arguments before it runs a call, so an abort overtakes its `run`. A request of
+131,072 tokens is cancelled once its `run` is on its way, and its pages go to a short request, whose
 answer is compared with the one it got alone. Router and decode are on one raylet, prefill on the
-other. Exit code 1 if an answer differs, or pages are still in use at the end.
+other.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import dataclasses
-import sys
-import tempfile
-from collections.abc import AsyncIterator
-from pathlib import Path
-from typing import Any
+import os
 
-from rich.console import Console
+import pytest
 from tqdm import tqdm
 
-from sluice.benchmarks.provenance import RESULTS, print_provenance, provenance, write_csv
 from sluice.deploy import ray_environment
-from sluice.engine.config import SluiceConfig, parse_config
-from sluice.engine.protocol import GenerateRequest, PageGrant, PrefillResult, SamplingParams
+from sluice.engine.config import parse_config
+from sluice.engine.protocol import GenerateRequest, SamplingParams
 from sluice.model.make_checkpoint import TINY, make_checkpoint
 
-COMMAND = "python -m sluice.benchmarks.abort_order"
+NUM_ABORTS = int(os.environ.get("ABORTS", "40"))
+NUM_TOKENS = 131_072
 MOMENTS_S = (0.0, 0.001, 0.002, 0.005, 0.01)  # from the run's departure to the cancel
 QUIET_LIMIT_S = 120.0
 
 
-def config_of(checkpoint: Path, num_tokens: int) -> SluiceConfig:
+def config_of(checkpoint, num_tokens):
     """One slot on decode, so that the next request gets the pages of the one that left."""
     role = {"cache_bytes": 512 << 20, "prefix_cache": False}
     return parse_config(
@@ -48,7 +43,7 @@ def config_of(checkpoint: Path, num_tokens: int) -> SluiceConfig:
 
 
 @contextlib.asynccontextmanager
-async def deployment(config: SluiceConfig) -> AsyncIterator[tuple[Any, Any, Any]]:
+async def deployment(config):
     """The dispatcher here, and the actors of a prefill and a decode node."""
     import ray
     from ray.cluster_utils import Cluster
@@ -64,20 +59,20 @@ async def deployment(config: SluiceConfig) -> AsyncIterator[tuple[Any, Any, Any]
     class Counting(PrefillActor):
         """Knows which aborts came before their run."""
 
-        def __init__(self, *args: Any) -> None:
+        def __init__(self, *args):
             super().__init__(*args)
-            self._seen: set[str] = set()
+            self._seen = set()
             self._overtaken = 0
 
-        async def run(self, request: GenerateRequest, grant: PageGrant) -> PrefillResult:
+        async def run(self, request, grant):
             self._seen.add(request.request_id)
             return await super().run(request, grant)
 
-        async def abort(self, request_id: str) -> None:
+        async def abort(self, request_id):
             self._overtaken += request_id not in self._seen
             await super().abort(request_id)
 
-        async def overtaken(self) -> int:
+        async def overtaken(self):
             return self._overtaken
 
     cluster = Cluster(
@@ -114,15 +109,15 @@ async def deployment(config: SluiceConfig) -> AsyncIterator[tuple[Any, Any, Any]
         cluster.shutdown()
 
 
-async def answer(dispatcher: Any, request: GenerateRequest) -> list[int]:
-    tokens: list[int] = []
+async def answer(dispatcher, request):
+    tokens = []
     async with contextlib.aclosing(dispatcher.generate(request)) as stream:
         async for new in stream:
             tokens += new.token_ids
     return tokens
 
 
-async def measure(config: SluiceConfig, times: int, num_tokens: int) -> dict[str, int]:
+async def measure(config, times, num_tokens):
     async with deployment(config) as (dispatcher, prefill, nodes):
         vocab = TINY.vocab_size - 8
         victim = GenerateRequest(
@@ -149,37 +144,24 @@ async def measure(config: SluiceConfig, times: int, num_tokens: int) -> dict[str
     return {"times": times, "overtaken": overtaken, "harmed": harmed, "used_pages": used}
 
 
-async def _used_pages(nodes: Any) -> int:
+async def _used_pages(nodes):
     """Pages in use once everything has had time to come back."""
     deadline = asyncio.get_running_loop().time() + QUIET_LIMIT_S
     while True:
         await nodes.refresh(5.0)
         used = sum(p["used"] for node in nodes for p in node.status.pools.values())
         if not used or asyncio.get_running_loop().time() > deadline:
-            return int(used)
+            return used
         await asyncio.sleep(0.5)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--times", type=int, default=200)
-    parser.add_argument("--tokens", type=int, default=131_072)
-    arguments = parser.parse_args()
-    console = Console()
-    origin = provenance(f"{COMMAND} --times {arguments.times} --tokens {arguments.tokens}")
-    print_provenance(console, origin)
+@pytest.mark.hosts
+def test_aborts_that_overtake_their_run_harm_nobody(tmp_path):
     ray_environment.prepare(joining=False)
-    with tempfile.TemporaryDirectory() as folder:
-        checkpoint = Path(folder) / "tiny"
-        longest = dataclasses.replace(TINY, max_model_len=arguments.tokens + 1024)
-        make_checkpoint(checkpoint, config=longest, seed=7)
-        config = config_of(checkpoint, arguments.tokens)
-        found = asyncio.run(measure(config, arguments.times, arguments.tokens))
-    console.print(", ".join(f"{key} {value}" for key, value in found.items()))
-    write_csv(RESULTS / "abort_order.csv", origin, [{"tokens": arguments.tokens, **found}])
-    if found["harmed"] or found["used_pages"]:
-        sys.exit(1)
-
-
-if __name__ == "__main__":
-    main()
+    checkpoint = tmp_path / "tiny"
+    make_checkpoint(
+        checkpoint, config=dataclasses.replace(TINY, max_model_len=NUM_TOKENS + 1024), seed=7
+    )
+    found = asyncio.run(measure(config_of(checkpoint, NUM_TOKENS), NUM_ABORTS, NUM_TOKENS))
+    print(found)
+    assert found["harmed"] == found["used_pages"] == 0
