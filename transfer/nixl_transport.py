@@ -19,8 +19,10 @@ Facts this file is built on, measured with NIXL 1.5.1 and UCX:
   `remove_remote_agent` it connects anew. Transfers still in flight then fail at their next check,
   with an exception. So a connection is mended by abandoning what is on it, removing and adding.
 - A broken connection raises at the next post, and the exception is the same if parts of that post
-  have started. Where a peer has not been heard of for a second, one byte goes before the first
-  descriptor: if that raises, nothing else has left, and the caller may connect again and repeat.
+  have started. So where a peer has not been heard of for a while, a byte to its mailbox goes first,
+  and what is posted is held until it has arrived; without it nothing has left, and the caller may
+  connect again and repeat. It need not wait long: an attempt to connect that was lost is repeated
+  by the kernel after 1, 3, 7, 15 s.
 - A notification is delivered after all bytes of its transfer, and needs no metadata of the sender,
   whose name is what it says itself: any bytes.
 - Errors are exceptions that share no base class, and C++ logs their reason to stderr.
@@ -48,7 +50,7 @@ from sluice.engine.protocol import ConfigError, IncompatiblePeers, TransferFaile
 from sluice.transfer.nixl_memory import Address, Batch, Region, batches
 from sluice.transfer.plan import ByteRuns, Copy
 from sluice.transfer.pump import PUMP_S, Pump
-from sluice.transfer.transport import Handle, check_name
+from sluice.transfer.transport import Handle, NothingLeft, check_name
 
 log = logging.getLogger(__name__)
 logging.getLogger("nixl").setLevel(logging.WARNING)  # it prints its INFO lines to stdout
@@ -63,7 +65,8 @@ UNREADABLE: tuple[type[Exception], ...] = (*NixlError, UnicodeDecodeError)
 
 UCX_SETTINGS = "engine_config"  # NIXL's parameter that passes them on: "KEY=VALUE,KEY=VALUE"
 MAILBOX = ""  # the region of one byte that a notification is written with if no pool's run can be
-QUIET_S = 1.0  # a connection on which nothing has completed for so long may have broken unnoticed
+SIGN_S = 1.0  # how long such a byte may take
+QUIET_S = 2.0  # a connection on which nothing has completed for so long may have broken unnoticed
 
 
 @dataclass
@@ -74,16 +77,22 @@ class _Peer:
 
 @dataclass
 class _Posted:
-    """Transfers of one post, and the notification that still waits until they are over."""
+    """Transfers of one post, and the notification that still waits until they are over.
+
+    held: what has not started; until the peer has given a sign, for which `xfers` has asked.
+    """
 
     peer: str
+    held: list[Any] = field(default_factory=list)
     xfers: list[Any] = field(default_factory=list)
     notification: bytes | None = None
     error: str | None = None  # why it will fail once what has started is over
+    failure: TransferFailed | None = None  # the same, if nothing has left
+    posted_at: float = field(default_factory=time.monotonic)
 
     @property
     def over(self) -> bool:
-        return not self.xfers
+        return not self.xfers and not self.held
 
 
 class NixlTransport:
@@ -231,28 +240,24 @@ class NixlTransport:
         posted = _Posted(peer, notification=notification if len(lists) > 1 else None)
         with self._lock:
             try:
-                first = self._first_byte(peer, b"" if lists else notification)
-                posted.xfers += first
                 for batch in lists:
-                    posted.xfers.append(self._prepare(peer, operation, batch, attached))
-                self._start(posted, num_harmless=len(first))
+                    posted.held.append(self._prepare(peer, operation, batch, attached))
+                if not lists:
+                    posted.held.append(self._mailbox_write(peer, notification))
+                if time.monotonic() - self._known(peer).heard_at < QUIET_S:
+                    self._let_go(posted)
+                else:
+                    posted.xfers.append(self._mailbox_write(peer, b""))
+                    self._agent.transfer(posted.xfers[0])
             except NixlError as error:
                 self._release(posted)
                 reason = f"NIXL cannot post the {operation} ({error})"
-                raise TransferFailed(f"peer {peer}: {reason}") from error
+                raise NothingLeft(f"peer {peer}: {reason}") from error
             handle = next(self._handles)
             self._posted[handle] = posted
             self._advance(posted)
         self._pump.wake()
         return handle
-
-    def _first_byte(self, peer: str, notification: bytes) -> list[Any]:
-        """What shows whether the connection stands, if need be, before anything of a grant leaves.
-
-        With a notification it is all there is to send.
-        """
-        quiet = time.monotonic() - self._known(peer).heard_at >= QUIET_S
-        return [self._mailbox_write(peer, notification)] if notification or quiet else []
 
     def poll(self, handle: Handle) -> bool:
         with self._lock:
@@ -262,6 +267,8 @@ class NixlTransport:
             if not posted.over:
                 return False
             del self._posted[handle]
+        if posted.failure is not None:
+            raise posted.failure
         if posted.error is not None:
             raise TransferFailed(f"peer {posted.peer}: the transfer failed ({posted.error})")
         return True
@@ -350,22 +357,21 @@ class NixlTransport:
         [batch] = batches([write], {MAILBOX: here}, {MAILBOX: there})
         return self._prepare(peer, "WRITE", batch, notification)
 
-    def _start(self, posted: _Posted, *, num_harmless: int) -> None:
-        """Start the prepared transfers, as far as it goes.
+    def _let_go(self, posted: _Posted) -> None:
+        """Start what was held, as far as it goes.
 
-        If one of the harmless at the beginning cannot start, nothing of a grant has left and the
-        error is raised. With another, parts of it may be on their way, and those before it are: the
-        post then fails at `poll`, when they are over.
+        If one cannot start, parts of it may be on their way, and those before it are: the post then
+        fails at `poll`, when they are over.
         """
-        for started, xfer in enumerate(posted.xfers):
+        while posted.held:
+            xfer = posted.held.pop(0)
             try:
                 self._agent.transfer(xfer)
+                posted.xfers.append(xfer)
             except NixlError as error:
-                if started < num_harmless:
-                    raise
                 posted.error = str(error)
-                self._release(posted, first=started)
-                return
+                self._free(posted.peer, [xfer, *posted.held])
+                posted.held.clear()
 
     def _advance(self, posted: _Posted) -> None:
         """Take transfers that are over off the list; after the last, start the one that notifies.
@@ -375,18 +381,26 @@ class NixlTransport:
         """
         while posted.xfers:
             if (state := self._check(posted)) == "PROC":
+                if posted.held and time.monotonic() - posted.posted_at >= SIGN_S:
+                    self._give_up(posted, "gives no sign", silent=True)
                 return
             if state == "DONE" and posted.peer in self._peers:
                 self._peers[posted.peer].heard_at = time.monotonic()
-            self._release(posted, first=len(posted.xfers) - 1)
+            self._free(posted.peer, [posted.xfers.pop()])
+            if posted.held and posted.error is not None:
+                self._give_up(posted, f"is not connected any more ({posted.error})")
+            self._let_go(posted)
         if posted.notification is not None and posted.error is None:
             notification, posted.notification = posted.notification, None
-            try:
-                posted.xfers.append(self._mailbox_write(posted.peer, notification))
-                self._agent.transfer(posted.xfers[-1])
-            except NixlError as error:
-                posted.error = str(error)
-                self._release(posted)
+            xfer = self._mailbox_write(posted.peer, notification)
+            posted.held.append(xfer)
+            self._let_go(posted)
+
+    def _give_up(self, posted: _Posted, why: str, *, silent: bool = False) -> None:
+        """End a post while all of it is held."""
+        posted.failure = NothingLeft(f"peer {posted.peer} {why}", silent=silent)
+        posted.notification = None
+        self._release(posted)
 
     def _check(self, posted: _Posted) -> str:
         """The state of the post's last transfer: PROC, DONE or ERR, which is noted."""
@@ -399,11 +413,16 @@ class NixlTransport:
             posted.error = posted.error or reason
         return state
 
-    def _release(self, posted: _Posted, *, first: int = 0) -> None:
-        """Give up transfers from the first on; those that are over just leave."""
-        for xfer in posted.xfers[first:]:
+    def _release(self, posted: _Posted) -> None:
+        """Give up all of a post, whatever its state."""
+        self._free(posted.peer, [*posted.xfers, *posted.held])
+        posted.xfers.clear()
+        posted.held.clear()
+
+    def _free(self, peer: str, xfers: Sequence[Any]) -> None:
+        """Give up transfers; those that are over, or have not begun, just leave."""
+        for xfer in xfers:
             try:
                 self._agent.release_xfer_handle(xfer)
             except NixlError as error:
-                log.warning("event=transfer_not_cancelled peer=%s error=%s", posted.peer, error)
-        del posted.xfers[first:]
+                log.warning("event=transfer_not_cancelled peer=%s error=%s", peer, error)

@@ -5,7 +5,8 @@ queue ──next part──► in flight ──► over          a chunk is one 
   ▼                      ▼                       all of them at once
 dropped              may be in flight ──a lease──► over
 
-Only completion is silence. A transport that reports an error, or is told to give up, may have parts
+A post of which nothing has left, as its connection was lost before, goes back to the queue. Else
+only completion is silence. A transport that reports an error, or is told to give up, may have parts
 of the post on their way still; TCP gives up what stays unacknowledged for a lease (see
 nixl_transport.py), so for so long decode must not use its pages again.
 
@@ -16,7 +17,7 @@ waited for, the pages stay as they are until no read of them can count or go on 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sluice.cache.spec import PoolSpec, TableSpec
@@ -25,13 +26,14 @@ from sluice.transfer.offers import Declined
 from sluice.transfer.peers import Peer
 from sluice.transfer.plan import (
     ByteRuns,
+    Copy,
     PoolTraffic,
     rows_to_send,
     touched_pages,
     traffic_of,
 )
 from sluice.transfer.staging import Slot
-from sluice.transfer.transport import Handle, Posts
+from sluice.transfer.transport import Handle, NothingLeft, Posts
 
 # How long after a lost offer its pages may be read, at most a lease each: the offer's way, a freeze
 # of the reader too short to void its grants, the read, and what the reader has abandoned of it.
@@ -65,10 +67,15 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Post:
-    """One part's write. posted_at: in seconds of the sender's clock. slot: what it reads."""
+    """One part's write. posted_at: in seconds of the sender's clock. slot: what it reads.
+
+    copies, message: to post it once more, if nothing has left.
+    """
 
     handle: Handle
     peer: Peer
+    copies: Sequence[Copy]
+    message: bytes
     posted_at: float
     pools: Mapping[str, PoolTraffic]
     slot: Slot | None = None
@@ -90,6 +97,8 @@ class Outgoing:
             self.deadline = min(self.deadline, grant.expires_at)
         self.sent_tokens = 0
         self.num_posts = 0
+        self.again: deque[Post] = deque()  # of which nothing has left, on connections now lost
+        self._num_refused = 0
         self.queue: deque[Chunk] = deque()
         self.in_flight: list[Post] = []
         self.silent_at = opened_at  # from when on no byte of a post that did not complete can move
@@ -121,7 +130,12 @@ class Outgoing:
 
     def busy(self, now: float) -> bool:
         """Whether its source pages are still to be read, or its target pages to be written."""
-        return bool(self.queue or self.in_flight) or now < self.silent_at
+        return bool(self.waits or self.in_flight) or now < self.silent_at
+
+    @property
+    def waits(self) -> bool:
+        """Whether anything is still to be posted."""
+        return bool(self.queue or self.again)
 
     def reads(self, now: float) -> bool:
         """Whether what its source pages hold still matters.
@@ -129,7 +143,7 @@ class Outgoing:
         What is left of a write that did not complete brings whatever bytes into pages that never
         count; a peer that reads may take them for right.
         """
-        return bool(self.queue or self.in_flight) or (self._read_by_peer and now < self.silent_at)
+        return bool(self.waits or self.in_flight) or (self._read_by_peer and now < self.silent_at)
 
     def uses(self, peer: Peer) -> bool:
         """Whether anything of it is in flight on the peer's connection."""
@@ -160,9 +174,9 @@ class Outgoing:
         self._last_page[target.name] = pages[-1]
         return traffic_of(runs, len(pages) - again)
 
-    def settle(self, posts: Posts, now: float) -> tuple[list[Post], list[Transfer]]:
-        """Posts that are over, completed or failed, and what became of those that completed."""
-        over, transfers = [], []
+    def settle(self, posts: Posts, now: float) -> tuple[list[Post], list[Transfer], set[Peer]]:
+        """Posts that are over, completed or failed; what completed; whose connections are lost."""
+        over, transfers, lost = [], [], set()
         for post in self.in_flight:
             try:
                 if not posts.poll(post.handle):
@@ -170,14 +184,32 @@ class Outgoing:
                 # Decode heard of it no earlier than it was posted: its lease ends later.
                 self.deadline = max(self.deadline, post.posted_at + self.grant.lease_s)
                 transfers.append(Transfer(self.grant.grant_id, now - post.posted_at, post.pools))
+                self._num_refused = 0
+            except NothingLeft as error:
+                post.peer.broken = True
+                self._put_back(post, error)
+                continue
             except TransferFailed as error:
                 self.fail(error)
                 if not isinstance(error, Declined):
-                    post.peer.broken = True
+                    lost.add(post.peer)
                     self._unheard(now)
             over.append(post)
-        self.in_flight = [post for post in self.in_flight if post not in over]
-        return over, transfers
+        self.in_flight = [p for p in self.in_flight if p not in over and p not in self.again]
+        return over, transfers, lost
+
+    def _put_back(self, post: Post, error: NothingLeft) -> None:
+        """Post it once more, on another connection; but not to a peer that refused two."""
+        self.again.append(post)
+        self._num_refused += not error.silent
+        if self._num_refused > 1:
+            self.fail(error)
+
+    def take_back(self) -> list[Post]:
+        """Posts that will not be repeated."""
+        dropped = list(self.again)
+        self.again.clear()
+        return dropped
 
     def news_of_failure(self) -> Iterator[Transfer]:
         """The grant's failure, if it has not been reported yet."""

@@ -3,7 +3,8 @@
 offer ──► in flight ──► over, and the sender told with the last byte
              │ failure, or a lease over
              ▼
-            cut: all that is read from that sender fails, and it is told on a new connection
+            cut: all that is read from that sender begins once more on a new connection if that was
+            the failure; else, and the second time, it fails, and the sender is told
 
 A read counts only if it ends within a lease of its offer's arrival: for so long, and longer, the
 sender keeps its pages as they are (see Outgoing).
@@ -19,7 +20,7 @@ from sluice.cache.clock import lease_clock
 from sluice.engine.protocol import IncompatiblePeers, TransferFailed
 from sluice.transfer.notification import Notification
 from sluice.transfer.offer import Answer, Offer
-from sluice.transfer.transport import Handle, Transport
+from sluice.transfer.transport import Handle, NothingLeft, Transport
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ class _Posted:
     sender: str
     read: Read | None
     deadline: float  # seconds of the reads' clock
+    again: bool = False  # begun a second time
 
 
 class Reads:
@@ -72,18 +74,27 @@ class Reads:
         Returns whether it has begun: not if the offer brings an address that is not the sender's.
         """
         deadline = self._clock() + lease_s
-        read = Read(sender, offer, note)
         try:
-            self._connect(sender, offer.address)
-            handle = self._transport.read(sender, offer.copies, Answer(offer.number).encode())
+            self._begin(Read(sender, offer, note), deadline)
         except IncompatiblePeers as error:
             log.warning("event=offer_refused peer=%.80r error=%s", sender, error)
             return False
-        except TransferFailed as error:
-            self._cut(sender, str(error), read)
-        else:
-            self._posted.append(_Posted(handle, sender, read, deadline))
         return True
+
+    def _begin(self, read: Read, deadline: float, *, again: bool = False) -> None:
+        """Post a read; if that fails it has ended. Raises IncompatiblePeers."""
+        sender, offer = read.sender, read.offer
+        try:
+            self._connect(sender, offer.address)
+            handle = self._transport.read(sender, offer.copies, Answer(offer.number).encode())
+        except TransferFailed as error:
+            self._cut(sender, str(error), retry=True)
+            if isinstance(error, NothingLeft) and not again:
+                self._begin(read, deadline, again=True)
+            else:
+                self._fail(read, str(error))
+        else:
+            self._posted.append(_Posted(handle, sender, read, deadline, again))
 
     def decline(self, sender: str, offer: Offer, error: str, *, stranger: bool = False) -> None:
         """Tell the sender that its offer is not read; if it cannot be told, it has its lease.
@@ -130,6 +141,7 @@ class Reads:
         return over
 
     def _settle(self, posted: _Posted) -> None:
+        """Note the end of what is in flight; a failure is that of the connection."""
         try:
             if not self._transport.poll(posted.handle):
                 return
@@ -137,11 +149,12 @@ class Reads:
             if posted.read is not None:
                 self._over.append(posted.read)
         except TransferFailed as error:
-            self._posted.remove(posted)
-            self._cut(posted.sender, str(error), posted.read)
+            self._cut(posted.sender, str(error), failed=posted)
 
-    def _cut(self, sender: str, error: str, failed: Read | None = None) -> None:
-        """Give up the connection and every read on it, beside the one that failed already.
+    def _cut(
+        self, sender: str, error: str, *, failed: _Posted | None = None, retry: bool = False
+    ) -> None:
+        """Give up the connection and every read on it, or begin those once more on a new one.
 
         Unlike what a peer writes, nothing of them can land later: it would come to our own end of
         the connection, which is closed.
@@ -149,12 +162,27 @@ class Reads:
         lost = [posted for posted in self._posted if posted.sender == sender]
         self._posted = [posted for posted in self._posted if posted.sender != sender]
         for posted in lost:
-            self._transport.abandon(posted.handle)
+            if posted is not failed:
+                self._transport.abandon(posted.handle)
         self._disconnect(sender)
-        for read in (failed, *(posted.read for posted in lost)):
-            if read is not None:
-                self._over.append(replace(read, error=error))
-                self.decline(sender, read.offer, error)
+        for posted in lost:
+            if posted.read is not None:
+                self._go_on(posted, error, retry=retry or failed is not None)
+
+    def _go_on(self, posted: _Posted, error: str, *, retry: bool) -> None:
+        """Begin a read once more, on a new connection, or fail it."""
+        assert posted.read is not None, "an answer alone is not repeated"
+        try:
+            if retry and not posted.again:
+                self._begin(posted.read, posted.deadline, again=True)
+                return
+        except IncompatiblePeers as failure:
+            error = str(failure)
+        self._fail(posted.read, error)
+
+    def _fail(self, read: Read, error: str) -> None:
+        self._over.append(replace(read, error=error))
+        self.decline(read.sender, read.offer, error)
 
     def _connect(self, sender: str, address: bytes) -> None:
         """Load the sender, if need be. Raises IncompatiblePeers if the address is not its own."""

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from sluice.cache.clock import lease_clock
@@ -36,7 +37,7 @@ from sluice.transfer.parts import Pages, Part, Parts
 from sluice.transfer.peers import Peer, Peers, check_peers
 from sluice.transfer.plan import Copy
 from sluice.transfer.staging import Convert
-from sluice.transfer.transport import Handle, Posts, Transport
+from sluice.transfer.transport import Handle, NothingLeft, Posts, Transport
 
 STAGING_BYTES = 64 << 20
 
@@ -146,12 +147,13 @@ class Sender:
         """Posts that completed since the last call, and failures, each once."""
         now = self._clock()
         self._abandon_overdue(now)  # first: polling a transport moves on what it has queued
-        transfers, lost = [], set()
+        transfers: list[Transfer] = []
+        lost: set[Peer] = set()
         for outgoing in self._outgoing.values():
-            over, completed = outgoing.settle(self._posts, now)
+            over, completed, failed = outgoing.settle(self._posts, now)
             self._give_back(outgoing, over, now)
             transfers += completed
-            lost |= {post.peer for post in over if post.peer.broken}
+            lost |= failed
         for peer in lost:
             self._cut(peer, f"the connection to {peer.info.node_id} was lost")
         for outgoing in self._outgoing.values():
@@ -175,6 +177,7 @@ class Sender:
         outgoing = self._outgoing.get(grant_id)
         if outgoing is not None:
             outgoing.queue.clear()
+            self._drop(outgoing)
 
     def close_grant(self, grant_id: str) -> None:
         """End of the grant here; nothing of it may be in flight. Unknown ids are ignored."""
@@ -190,22 +193,46 @@ class Sender:
 
     def _limit_moves(self) -> None:
         """Let nothing move on by itself once a lease of what is in flight, or will be, is over."""
-        deadlines = [out.deadline for out in self._outgoing.values() if out.in_flight or out.queue]
+        deadlines = [out.deadline for out in self._outgoing.values() if out.in_flight or out.waits]
         self._transport.move_until(min(deadlines, default=math.inf))
 
     def _post_queued(self, outgoing: Outgoing) -> None:
-        """Post what waits, as far as staging memory reaches. A failure ends the grant."""
-        if outgoing.queue:
+        """Post what waits, as far as connection and staging memory allow.
+
+        A failure ends the grant.
+        """
+        if outgoing.waits:
             self._limit_moves()
         try:
-            while outgoing.queue:
+            while outgoing.waits and outgoing.error is None:
+                outgoing.check(self._clock())
                 peer = self._usable_peer(outgoing.grant)
+                if peer is None:
+                    return
+                if outgoing.again:
+                    self._repeat(outgoing, peer)
+                    continue
                 part = self._parts.next_of(outgoing.queue[0], peer)
                 if part is None:
                     return
                 self._post(outgoing, peer, part)
         except TransferFailed as error:
             outgoing.fail(error)
+        finally:
+            if outgoing.error is not None:
+                self._drop(outgoing)
+
+    def _repeat(self, outgoing: Outgoing, peer: Peer) -> None:
+        """Post a part again of which nothing has left."""
+        post = outgoing.again[0]
+        handle = self._handle(peer, post.copies, post.message)
+        outgoing.again.popleft()
+        outgoing.in_flight.append(replace(post, handle=handle, peer=peer, posted_at=self._clock()))
+
+    def _drop(self, outgoing: Outgoing) -> None:
+        """Free the slots of posts that will not be repeated."""
+        for post in outgoing.take_back():
+            self._parts.free(post.slot)
 
     def _post(self, outgoing: Outgoing, peer: Peer, part: Part) -> None:
         """Post a part of the first chunk that waits."""
@@ -215,10 +242,10 @@ class Sender:
         token = None if part.later else chunk.first_token
         try:
             copies, checksums = self._parts.lay_out(part, outgoing.grant, peer, chunk.pages)
-            note = self._notification(outgoing, part.rows, checksums, token)
+            message = self._notification(outgoing, part.rows, checksums, token).encode()
             now = self._clock()
             outgoing.check(now)  # again: planning and checksums take time
-            handle = self._handle(peer, copies, note)
+            handle = self._handle(peer, copies, message)
         except TransferFailed:
             self._parts.free(part.slot)
             raise
@@ -226,33 +253,36 @@ class Sender:
             copy.target: outgoing.count(peer.specs[copy.target], part.rows[copy.target], copy.runs)
             for copy in copies
         }
-        outgoing.posted(Post(handle, peer, now, traffic, part.slot))
+        outgoing.posted(Post(handle, peer, copies, message, now, traffic, part.slot))
 
-    def _handle(self, peer: Peer, copies: Sequence[Copy], note: Notification) -> Handle:
-        """Post it; where nothing else is in flight on a connection that fails, once more on a new.
+    def _handle(self, peer: Peer, copies: Sequence[Copy], message: bytes) -> Handle:
+        """Post it; on a connection that proves lost, once more on a new one. Raises TransferFailed.
 
-        Raises TransferFailed; then nothing of it is in flight.
+        Then nothing of it is in flight.
         """
         try:
-            return self._posts.post(peer.transport_id, copies, note.encode())
-        except TransferFailed:
+            return self._posts.post(peer.transport_id, copies, message)
+        except TransferFailed as error:
             peer.broken = True
-            if self._in_use(peer):
+            if self._in_use(peer) or not isinstance(error, NothingLeft):
                 raise
             self._peers.mend(peer, self._clock())
         try:
-            return self._posts.post(peer.transport_id, copies, note.encode())
+            return self._posts.post(peer.transport_id, copies, message)
         except TransferFailed:
             peer.broken = True
             raise
 
-    def _usable_peer(self, grant: PageGrant) -> Peer:
-        """The grant's peer, connected again if need be. Raises TransferFailed.
+    def _usable_peer(self, grant: PageGrant) -> Peer | None:
+        """The grant's peer, connected again if need be; None if it has to wait for that.
 
-        What is in flight shows soon whether a connection stands that refused a post.
+        What is in flight shows soon whether a connection stands that refused a post. Raises
+        TransferFailed.
         """
         peer = self._peers.of_grant(grant)
-        if peer.broken and not self._in_use(peer):
+        if peer.broken:
+            if self._in_use(peer):
+                return None
             self._peers.mend(peer, self._clock())
         return peer
 

@@ -20,13 +20,24 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from sluice.cache.pools import Pool
-from sluice.engine.protocol import ConfigError, IncompatiblePeers
+from sluice.engine.protocol import ConfigError, IncompatiblePeers, TransferFailed
 from sluice.transfer.plan import Copy
 
 if TYPE_CHECKING:
     import torch
 
 Handle = int  # names a posted transfer at the transport that returned it
+
+
+class NothingLeft(TransferFailed):
+    """The connection is lost or gives no sign; of the post nothing has left: it may be repeated.
+
+    silent: it was not refused, there was no answer.
+    """
+
+    def __init__(self, message: str, *, silent: bool = False) -> None:
+        super().__init__(message)
+        self.silent = silent
 
 
 class Posts(Protocol):
@@ -43,7 +54,8 @@ class Posts(Protocol):
     def poll(self, handle: Handle) -> bool:
         """Whether the transfer has completed. Raises TransferFailed if it never will.
 
-        True or an exception ends the handle's life.
+        Parts of it may be on their way still, unless that is NothingLeft. True or an exception ends
+        the handle's life.
         """
         ...
 

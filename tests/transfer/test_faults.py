@@ -11,7 +11,9 @@ from sluice.cache.spec import Window
 from sluice.engine.protocol import IncompatiblePeers, PageGrant, Role, TransferFailed
 from sluice.transfer.local_transport import LocalTransport
 from sluice.transfer.peers import RECONNECT_EVERY_S
+from sluice.transfer.plan import rows_to_receive
 from sluice.transfer.staging import NUM_SLOTS
+from sluice.transfer.transport import NothingLeft
 
 
 class SlowTransport(LocalTransport):
@@ -28,12 +30,15 @@ class SlowTransport(LocalTransport):
 class FlappingTransport(LocalTransport):
     """Its next posts, and its next connections, fail so many times."""
 
-    post_fails = connect_fails = connects = 0
+    post_fails = refusals = connect_fails = connects = 0
 
     def post(self, peer, writes, notification):
         if self.post_fails:
             self.post_fails -= 1
             raise TransferFailed("the wire is cut")
+        if self.refusals:
+            self.refusals -= 1
+            raise NothingLeft("the wire is cut")
         return super().post(peer, writes, notification)
 
     def connect(self, address, *, expected=None):
@@ -314,7 +319,7 @@ def test_an_abandoned_write_loses_its_connection_once(toy):
 
 def test_a_post_that_raises_fails_its_request_at_once_and_no_other(toy):
     source, target = toy.pair(kind=FlappingTransport)
-    source.transport.post_fails = 2
+    source.transport.post_fails = 1
     first, second = target.grant(20, "first", epoch=1), target.grant(20, "second", epoch=2)
     target.end.expect(second)
     started = time.monotonic()
@@ -339,11 +344,104 @@ def test_a_post_that_raises_does_not_end_what_is_in_flight_for_others(toy):
 
 def test_a_connection_that_broke_unnoticed_costs_no_request(toy):
     source, target = toy.pair(kind=FlappingTransport)
-    source.transport.post_fails = 1
+    source.transport.refusals = 1
     grant = target.grant(20)
     target.end.expect(grant)
     toy.deliver(source, grant, [20])
     assert target.end.poll()[-1].first_token == 42 and source.transport.connects == 2
+
+
+def test_a_peer_that_is_gone_fails_a_request_after_two_connections(toy):
+    source, target = toy.pair(kind=FlappingTransport)
+    source.transport.refusals = 10
+    with pytest.raises(TransferFailed, match="the wire is cut"):
+        toy.deliver(source, target.grant(20), [20])
+    assert source.transport.connects == 2 and not source.end.in_flight("grant")
+
+
+class HoldingTransport(LocalTransport):
+    """Holds what is posted until it is told an outcome: True, or how the connection is lost."""
+
+    def __init__(self, name):
+        super().__init__(name)
+        self.outcome, self.connects, self.held, self.unreachable = False, 0, {}, False
+
+    def post(self, peer, writes, notification):
+        self.held[handle := next(self._handles)] = (peer, writes, notification)
+        return handle
+
+    def poll(self, handle):
+        if isinstance(self.outcome, Exception):
+            del self.held[handle]
+            raise self.outcome
+        if self.outcome:
+            super().post(*self.held.pop(handle))
+        return self.outcome
+
+    def abandon(self, handle):
+        del self.held[handle]
+
+    def connect(self, address, *, expected=None):
+        self.connects += 1
+        if self.unreachable:
+            raise TransferFailed("no route")
+        return super().connect(address, expected=expected)
+
+
+@pytest.mark.parametrize("layout", [{}, {"history": 48, "index": 16}], ids=["equal", "packed"])
+def test_what_has_not_left_goes_again_on_new_connections_until_the_peer_gives_a_sign(toy, layout):
+    source, target = toy.pair(toy.relaid(toy.SPECS, **layout), kind=HoldingTransport)
+    grant, before = target.grant(20), target.bytes()
+    target.end.expect(grant)
+    runs = toy.deliver(source, grant, [16, 20])
+    for number in range(2, 12):
+        source.transport.outcome = NothingLeft("no sign", silent=True)
+        assert source.end.poll() == [] and source.transport.connects == number
+        assert len(source.transport.held) == 2, "each part once"
+        source.transport.outcome = False
+        source.end.poll()
+    assert all(torch.equal(pool.tensor, before[name]) for name, pool in target.pools.items())
+    source.transport.outcome = True
+    assert [transfer.error for transfer in source.end.poll()] == [None] * 2
+    assert target.end.poll()[-1].first_token == 42 and not source.end.in_flight(grant.grant_id)
+    for spec in target.specs:
+        for row in rows_to_receive(spec, 20):
+            arrived = target.row(spec.name, grant.pages, row)
+            assert torch.equal(arrived, source.row(spec.name, runs, row)), spec.name
+
+
+def test_a_peer_that_refuses_two_connections_fails_the_grant_with_nothing_in_flight(toy):
+    source, target = toy.pair(kind=HoldingTransport)
+    grant = target.grant(20)
+    toy.deliver(source, grant, [20])
+    source.transport.outcome = NothingLeft("refused")
+    assert source.end.poll() == []
+    [failed] = source.end.poll()
+    assert "refused" in str(failed.error) and not source.end.in_flight(grant.grant_id)
+    source.end.close_grant(grant.grant_id)
+
+
+def test_what_cannot_go_again_leaves_nothing_in_flight_and_its_memory_free(toy):
+    clock = Clock()
+    relaid = toy.relaid(toy.SPECS, history=48, index=16)
+    source, target = toy.pair(relaid, kind=HoldingTransport, clock=clock)
+    for number in range(2 * NUM_SLOTS):
+        grant = target.grant(20, f"g{number}")
+        toy.deliver(source, grant, [20])
+        source.transport.outcome = NothingLeft("no sign", silent=True)
+        source.transport.unreachable = True
+        [failed] = source.end.poll()
+        assert "cannot be reached" in str(failed.error)
+        assert not source.end.in_flight(grant.grant_id)
+        source.end.close_grant(grant.grant_id)
+        source.transport.outcome = source.transport.unreachable = False
+        clock.now_s += RECONNECT_EVERY_S
+    grant = target.grant(20)
+    target.end.expect(grant)
+    toy.deliver(source, grant, [20])
+    source.transport.outcome = True
+    source.end.poll()
+    assert target.end.poll()[-1].first_token == 42
 
 
 def test_a_failed_reconnect_costs_the_requests_of_that_moment(toy):
@@ -361,7 +459,7 @@ def test_a_failed_reconnect_costs_the_requests_of_that_moment(toy):
             outcomes.append(None)
         source.end.poll()
         clock.now_s += RECONNECT_EVERY_S / 4
-    assert outcomes == [None] * 12 + [42] * 8
+    assert outcomes == [None] * 13 + [42] * 7
     assert source.transport.connects == 1 + 3 + 1, "tried again, but not by every request"
 
 

@@ -68,11 +68,16 @@ def same_bytes(side, before):
     return all(torch.equal(pool.tensor, before[name]) for name, pool in side.pools.items())
 
 
+def pick(data, length):
+    """An index; what is drawn does not depend on the length, which depends on where pages lie."""
+    return data.draw(st.integers(0, 1 << 20)) % length
+
+
 def shifted(copies, data):
     """One run lands elsewhere, or is longer or shorter."""
-    index = data.draw(st.integers(0, len(copies) - 1))
+    index = pick(data, len(copies))
     numbers = np.stack([*vars(copies[index].runs).values()])
-    column = data.draw(st.integers(0, numbers.shape[1] - 1))
+    column = pick(data, numbers.shape[1])
     field = data.draw(st.sampled_from([1, 2]))
     delta = data.draw(st.sampled_from([-1, 1, -64, 64, 4096]) | st.integers(1, 1 << 20))
     numbers[field, column] = max(field - 1, numbers[field, column] + delta)
@@ -80,16 +85,17 @@ def shifted(copies, data):
 
 
 def dropped(copies, data):
-    copies.pop(data.draw(st.integers(0, len(copies) - 1)))
+    copies.pop(pick(data, len(copies)))
 
 
 def doubled(copies, data):
-    copies.append(data.draw(st.sampled_from(copies)))
+    copies.append(copies[pick(data, len(copies))])
 
 
 def added(copies, data):
     """A run of its own into any pool."""
-    target = data.draw(st.sampled_from([*(copy.target for copy in copies), "nowhere"]))
+    targets = [*(copy.target for copy in copies), "nowhere"]
+    target = targets[pick(data, len(targets))]
     numbers = [[data.draw(st.integers(0, 1 << 14))] for _ in range(3)]
     numbers[2][0] += 1
     copies.append(Copy(copies[0].source, target, ByteRuns(*np.array(numbers))))
@@ -97,7 +103,7 @@ def added(copies, data):
 
 def exchanged(copies, data):
     """Two pools' runs land in each other's."""
-    one, other = (data.draw(st.integers(0, len(copies) - 1)) for _ in range(2))
+    one, other = (pick(data, len(copies)) for _ in range(2))
     names = copies[one].target, copies[other].target
     copies[other] = dataclasses.replace(copies[other], target=names[0])
     copies[one] = dataclasses.replace(copies[one], target=names[1])
@@ -180,7 +186,7 @@ def test_nobody_answers_an_offer_that_he_was_not_sent(reading):
 def test_arbitrary_and_damaged_bytes_change_nothing(writing, data):
     grant, pages, sender, message = writing.request()
     damaged = bytearray(message)
-    damaged[data.draw(st.integers(0, 1 << 20)) % len(message)] ^= data.draw(st.integers(1, 255))
+    damaged[pick(data, len(message))] ^= data.draw(st.integers(1, 255))
     noise = data.draw(st.binary(max_size=200))
     head = data.draw(st.sampled_from([b"", f"{KIND} ".encode(), f"{OFFER} ".encode()]))
     before = writing.target.bytes()

@@ -14,6 +14,7 @@ from sluice.transfer.offers import Declined
 from sluice.transfer.outgoing import UNHEARD_LEASES
 from sluice.transfer.plan import rows_to_receive
 from sluice.transfer.reads import FORGET_AFTER_S
+from sluice.transfer.transport import NothingLeft
 
 LEASE_S = 5.0
 
@@ -151,6 +152,31 @@ def test_a_read_that_fails_fails_the_grant_at_once_on_both_sides(toy, pair):
     check_goes_on(toy, source, target)
 
 
+def test_reads_whose_connection_is_lost_once_begin_again_on_a_new_one(toy, pair):
+    source, target = pair
+    target.transport.outcome = False
+    sent = [offered(toy, source, target, f"g{number}", epoch=number) for number in range(3)]
+    target.end.poll()
+    target.transport.outcome = TransferFailed("the cable is cut")
+    assert target.end.poll() == []
+    target.transport.outcome = True
+    assert [arrival.first_token for arrival in target.end.poll()] == [42] * 3
+    check_rows(source, sent[-1][1], target, sent[-1][0])  # the others' pages may be its own, too
+
+
+def test_a_connection_that_is_found_lost_before_a_read_costs_nothing(toy, pair):
+    source, target = pair
+    whole, left = target.transport.read, [NothingLeft("lost")]
+
+    def read(*arguments):
+        if left:
+            raise left.pop()
+        return whole(*arguments)
+
+    target.transport.read = read
+    check_goes_on(toy, source, target)
+
+
 def test_a_failure_cuts_off_every_read_from_the_same_sender(toy, pair):
     source, target = pair
     target.transport.outcome = False
@@ -160,7 +186,7 @@ def test_a_failure_cuts_off_every_read_from_the_same_sender(toy, pair):
     target.transport.outcome = TransferFailed("the cable is cut")
     arrivals = toy.wait_for(lambda polled: len(polled) == 3, target)
     assert all("cable" in arrival.error for arrival in arrivals)
-    assert target.transport.disconnected == [source.transport.name]
+    assert target.transport.disconnected == [source.transport.name] * 2, "each was begun twice"
     check_goes_on(toy, source, target)
 
 
