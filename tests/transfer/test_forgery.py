@@ -266,3 +266,16 @@ def test_what_another_sender_says_without_the_epoch_neither_completes_nor_fails_
     toy.deliver(source, grant, [40])
     [arrival] = toy.wait_for(bool, target)
     assert arrival.first_token == 42
+
+
+def test_chunks_with_a_gap_fail_the_grant_although_all_rows_are_here(toy):
+    source, target = toy.pair()
+    grant = target.grant(NUM_TOKENS)
+    target.end.expect(grant)
+    toy.deliver(source, grant, [16, NUM_TOKENS])
+    [(sender, first), (_, last)] = target.transport.notifications()
+    renumbered = dataclasses.replace(Notification.decode(first), chunk=5).encode()
+    for message in (renumbered, last):
+        target.transport._inbox.put((sender, message))
+    [progress, failed] = target.end.poll()
+    assert progress.error is None and "chunk 5 arrived of 2" in failed.error
