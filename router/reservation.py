@@ -139,6 +139,10 @@ class Reservation:
             self._returning = self._background.spawn(self._give_back())
         return self._returning
 
+    @property
+    def _lease_s(self) -> float:
+        return self._decode.lease_s if self._grant is None else self._grant.lease_s
+
     def _park(self) -> None:
         """The client does not read: the nodes are for others until it does."""
         log_event(logger, "parked", request_id=self._request.request_id, node=self._decode.node_id)
@@ -162,7 +166,7 @@ class Reservation:
             prefill.give_back(self._request.request_id)
         await self._release(in_flight=not stopped)
         while not stopped and prefill is not None and not prefill.closed:
-            await asyncio.sleep(prefill.lease_s / 2)
+            await asyncio.sleep(self._lease_s / 2)
             stopped = await self._stop_prefill()
             await self._release(in_flight=not stopped)
 
@@ -172,7 +176,7 @@ class Reservation:
             return True
         assert self._prefill is not None, "nothing is in flight from nowhere"
         try:
-            async with asyncio.timeout(min(CALL_LIMIT_S, self._prefill.lease_s)):
+            async with asyncio.timeout(min(CALL_LIMIT_S, self._lease_s)):
                 await self._prefill.client.abort(self._request.request_id)
         except (NodeError, TimeoutError) as error:
             self._log_failure("abort_failed", self._prefill.node_id, error)
