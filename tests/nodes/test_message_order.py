@@ -10,7 +10,7 @@ from pathlib import Path
 import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from sluice.decode_node.outbox import Outbox
 from sluice.router.reservation import CALL_LIMIT_S
@@ -175,45 +175,50 @@ def test_prefill_computes_no_further_for_a_router_that_has_fallen_silent(world):
 
 
 class Messages(RuleBasedStateMachine):
-    """Requests come and go, nodes freeze, and the mail does what it likes."""
+    """Requests come and go, nodes freeze, and the mail does what it likes.
+
+    No rule has a precondition: what is in the mail hangs a little on the real time that the queue
+    takes, so that the same choices may find it empty.
+    """
 
     @initialize(num_prefill=st.integers(1, 2), num_decode=st.integers(1, 2))
     def start(self, num_prefill, num_decode):
         self.world = World(num_prefill, num_decode)
 
-    @precondition(lambda self: len(self.world.tasks) < 12)
     @rule(
         seed=st.integers(0, 3), num_tokens=st.integers(1, 90), output=st.integers(1, 12),
         local=st.booleans(),
     )  # fmt: skip
     def request(self, seed, num_tokens, output, local):
+        if len(self.world.tasks) == 12:
+            return
         name = f"r{len(self.world.tasks)}"
         self.world.begin(name, prompt(seed, num_tokens), output, local=local)
 
-    @precondition(lambda self: self.world.tasks)
     @rule(which=PICK)
     def client_leaves(self, which):
-        self.world.cancel(f"r{which % len(self.world.tasks)}")
+        if self.world.tasks:
+            self.world.cancel(f"r{which % len(self.world.tasks)}")
 
-    @precondition(lambda self: self.world.mail)
     @rule(which=PICK)
     def deliver_any(self, which):
-        self.world.deliver(self.world.mail[which % len(self.world.mail)])
+        if self.world.mail:
+            self.world.deliver(self.world.mail[which % len(self.world.mail)])
 
-    @precondition(lambda self: self.world.mail)
     @rule()
     def deliver_oldest(self):
-        self.world.deliver(self.world.mail[0])
+        if self.world.mail:
+            self.world.deliver(self.world.mail[0])
 
-    @precondition(lambda self: self.world.mail)
     @rule(which=PICK)
     def deliver_and_keep(self, which):
-        self.world.deliver(self.world.mail[which % len(self.world.mail)], keep=True)
+        if self.world.mail:
+            self.world.deliver(self.world.mail[which % len(self.world.mail)], keep=True)
 
-    @precondition(lambda self: self.world.mail)
     @rule(which=PICK)
     def lose(self, which):
-        self.world.mail.pop(which % len(self.world.mail))
+        if self.world.mail:
+            self.world.mail.pop(which % len(self.world.mail))
 
     @rule(which=PICK)
     def turn(self, which):
