@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -112,9 +113,9 @@ def check_token_ids(service: RouterService, token_ids: Sequence[int], field: str
     if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):
         return
     index = next(i for i, token_id in enumerate(token_ids) if not 0 <= token_id < vocab_size)
+    shown = reprlib.repr(token_ids[index])
     raise InvalidRequest(
-        f"{field}.{index}: token id {token_ids[index]}, expected 0 to {vocab_size - 1}",
-        param=field,
+        f"{field}.{index}: token id {shown}, expected 0 to {vocab_size - 1}", param=field
     )
 
 

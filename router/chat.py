@@ -7,6 +7,7 @@ control token.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 
 from sluice.engine.protocol import InvalidRequest
@@ -49,11 +50,15 @@ class ChatEncoder:
         return tuple(self._encode(text, "messages", add_special_tokens=False))
 
     def encode_prompt(self, prompt: str | list[int]) -> tuple[int, ...]:
-        """A prompt of either kind. Raises InvalidRequest for one of more tokens than can be."""
+        """A prompt of either kind.
+
+        Raises InvalidRequest for one of more tokens than can be, or of tokens that there are not.
+        """
         if isinstance(prompt, str):
             return self.encode_text(prompt)
         if len(prompt) >= (max_model_len := self._checkpoint.max_model_len):
             raise _too_long("prompt", f"{len(prompt)} tokens", max_model_len)
+        self._check_ids(prompt, "prompt")
         return tuple(prompt)
 
     def encode_text(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
@@ -77,10 +82,17 @@ class ChatEncoder:
 
     def decode_checked(self, token_ids: Sequence[int]) -> str:
         """Raises InvalidRequest for a token that the model does not have."""
-        size = self._checkpoint.vocab_size
-        if (wrong := next((i for i in token_ids if not 0 <= i < size), None)) is not None:
-            raise InvalidRequest(f"tokens: token id {wrong}, expected 0 to {size - 1}", "tokens")
+        self._check_ids(token_ids, "tokens")
         return self.decode(token_ids)
+
+    def _check_ids(self, token_ids: Sequence[int], field: str) -> None:
+        size = self._checkpoint.vocab_size
+        for index, token_id in enumerate(token_ids):
+            if not 0 <= token_id < size:
+                raise InvalidRequest(
+                    f"{field}.{index}: token id {reprlib.repr(token_id)}, expected 0 to {size - 1}",
+                    field,
+                )
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of the tokens, special ones written out."""

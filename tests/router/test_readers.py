@@ -156,6 +156,19 @@ async def test_a_long_body_is_checked_as_a_short_one_is(world):
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
+@pytest.mark.parametrize("token_id", ["-1", "301", str(2**32), str(-(2**63) - 1), "9" * 4000])
+@pytest.mark.parametrize("num_tokens", [1, 200, 2000])  # the last are read in a helper process
+async def test_tokens_that_there_are_not_are_refused(world, num_tokens, token_id):
+    for path, field in (("/v1/completions", "prompt"), ("/detokenize", "tokens")):
+        body = f'{{"model": "tiny", "{field}": [{"5, " * num_tokens}{token_id}]}}'
+        answer = await world.http.post(
+            path, content=body, headers={"content-type": "application/json"}
+        )
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"] == field
+        assert len(answer.json()["error"]["message"]) < 200
+
+
 async def test_what_is_long_beside_the_text_is_refused(readers):
     big = [{"type": "function", "function": {"name": "f" * 1000}}] * 1500
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "a"}], "tools": big})
