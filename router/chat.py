@@ -15,6 +15,7 @@ from sluice.router.checkpoint import Checkpoint
 from sluice.router.conversation import ChatFormat, ChatOptions, Message, OutputParser
 from sluice.router.encoding_v4 import V4Format
 from sluice.router.template import TemplateFormat
+from sluice.router.template_arguments import without_template_arguments
 from sluice.router.text_length import max_characters
 from sluice.router.v4_text import CONTROL_TOKENS, END_THINK
 
@@ -100,19 +101,25 @@ class ChatEncoder:
 
     def render(self, messages: Sequence[Message], options: ChatOptions = PLAIN) -> str:
         """The text of a conversation as the model was trained on it."""
-        return self._format.render(messages, options)
+        return self._format.render(messages, self._understood(options))
 
     def parser(self, messages: Sequence[Message], options: ChatOptions) -> OutputParser:
         """A parser for one answer to the conversation."""
-        return self._format.parser(messages, options)
+        return self._format.parser(messages, self._understood(options))
 
     def end_of_reasoning(self, messages: Sequence[Message], options: ChatOptions) -> int | None:
         """The token that ends the reasoning with which the answer begins; None: it has none."""
-        return self._format.end_of_reasoning(messages, options)
+        return self._format.end_of_reasoning(messages, self._understood(options))
 
     def grammar(self, messages: Sequence[Message], options: ChatOptions) -> str:
         """What the answer must follow for its tool calls to be as asked; "" for any text."""
-        return self._format.grammar(messages, options)
+        return self._format.grammar(messages, self._understood(options))
+
+    def _understood(self, options: ChatOptions) -> ChatOptions:
+        """A format without a template has no variables, but its switches have names there too."""
+        if isinstance(self._format, TemplateFormat) or not options.template_arguments:
+            return options
+        return without_template_arguments(options)
 
     def _with_bos(self, token_ids: list[int]) -> list[int]:
         bos = self._checkpoint.bos_token

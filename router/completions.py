@@ -17,6 +17,7 @@ from sluice.router.choices import ChatChoice, Choice, TextChoice
 from sluice.router.merge import merged
 from sluice.router.reading import conversation
 from sluice.router.responses import Answer
+from sluice.router.schemas import GenerationSchema
 from sluice.router.service import Job, RouterService
 from sluice.router.streaming import EventStream, unless_gone
 from sluice.router.text import Delta
@@ -126,7 +127,7 @@ async def _respond(
         [len(prompt) for prompt in asked.prompts],
     )
     if schema.stream:
-        return EventStream(_events(service, jobs, answer, with_usage=schema.include_usage))
+        return EventStream(_events(service, jobs, answer, schema))
     return JSONResponse(await unless_gone(request.receive, _whole(service, jobs, answer)))
 
 
@@ -139,12 +140,15 @@ async def _whole(service: RouterService, jobs: list[Job], answer: Answer) -> dic
 
 
 async def _events(
-    service: RouterService, jobs: list[Job], answer: Answer, *, with_usage: bool
+    service: RouterService, jobs: list[Job], answer: Answer, schema: GenerationSchema
 ) -> AsyncGenerator[dict[str, Any], None]:
     """The stream's JSON objects; the first comes with the first token."""
+    with_usage, continuously = schema.include_usage, schema.continuous_usage
     async with contextlib.aclosing(merged([service.answer(job) for job in jobs])) as stream:
         async for index, delta in stream:
-            for chunk in answer.chunks(index, delta, with_usage=with_usage):
+            for chunk in answer.chunks(
+                index, delta, with_usage=with_usage, continuously=continuously
+            ):
                 yield chunk
     if with_usage:
         yield answer.usage_chunk()

@@ -16,7 +16,8 @@ class ChatOptions:
     tools: function objects in OpenAI's shape. must_call: names of those of which one has to be
     called; None leaves it to the model. parallel_calls: it may call several at once. thinking,
     effort: None where the client leaves it to the model. json_schema: what the answer must satisfy,
-    None for free text; with `show_schema` the prompt says so too.
+    None for free text; with `show_schema` the prompt says so too. template_arguments: what the
+    client sets of the variables of the checkpoint's own template.
     """
 
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -27,6 +28,7 @@ class ChatOptions:
     json_schema: str | None = None
     show_schema: bool = False
     add_generation_prompt: bool = True
+    template_arguments: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)

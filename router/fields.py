@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -12,6 +13,10 @@ from sluice.engine.limits import MAX_BIAS, MAX_BIASES
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
+MAX_TEMPLATE_ARGUMENTS = 64
+
+# Parts of a message that are text, by the field that holds it.
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
 def _text_of_parts(value: Any) -> Any:
@@ -20,13 +25,46 @@ def _text_of_parts(value: Any) -> Any:
         return value
     if not isinstance(value, list) or not value:
         raise ValueError("expected a string or a list of text parts")
-    for part in value:
-        if not isinstance(part, dict) or part.get("type") != "text":
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise ValueError(f"a part of type {kind!r} is not supported, expected type 'text'")
-        if not isinstance(part.get("text"), str):
-            raise ValueError("a part of type 'text' needs a string `text`")
-    return "\n".join(part["text"] for part in value)
+    return "\n".join(_text_of_part(part) for part in value)
+
+
+def _text_of_part(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    field = TEXT_PARTS.get(kind) if isinstance(part, dict) and isinstance(kind, str) else None
+    if field is None:
+        raise ValueError(f"a part of type {kind!r:.60} is not supported, expected type 'text'")
+    if not isinstance(part.get(field), str):
+        raise ValueError(f"a part of type {kind!r} needs a string `{field}`")
+    return str(part[field])
+
+
+def _arguments(value: Any) -> Any:
+    """Of a call in the history: JSON as text, which some servers write as the object itself."""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value
+
+
+def _template_arguments(value: Any) -> Any:
+    """Variables of a chat template, plain ones only: their size bounds what a template does."""
+    if not isinstance(value, dict):
+        raise ValueError("expected an object of names and values")
+    if len(value) > MAX_TEMPLATE_ARGUMENTS:
+        raise ValueError(f"{len(value)} values, expected at most {MAX_TEMPLATE_ARGUMENTS}")
+    for name, each in value.items():
+        if name.startswith("_") or name in RESERVED:
+            raise ValueError(f"{name}: not for clients to set, leave it out")
+        if not isinstance(each, str | int | float | bool | None):
+            raise ValueError(f"{name}: expected a string, a number, true, false or null")
+    return value
+
+
+RESERVED = frozenset(
+    {
+        *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"),
+        *("bos_token", "eos_token", "chat_template", "tokenize", "raise_exception"),
+        *("strftime_now", "range", "dict", "lipsum", "cycler", "joiner", "namespace"),
+        *("self", "loop", "caller", "varargs", "kwargs"),
+    }
+)
 
 
 def _prompts(value: Any) -> Any:
@@ -162,6 +200,21 @@ Text = Annotated[
     BeforeValidator(_text_of_parts),
     WithJsonSchema(
         {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART, "minItems": 1}]}
+    ),
+]
+Arguments = Annotated[
+    str,
+    BeforeValidator(_arguments),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}]}),
+]
+TemplateArguments = Annotated[
+    dict[str, Any],
+    BeforeValidator(_template_arguments),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "additionalProperties": {"type": ["string", "number", "boolean", "null"]},
+        }
     ),
 ]
 Prompts = Annotated[

@@ -25,7 +25,10 @@ IGNORED = (
     "store",
     "safety_identifier",
     "prompt_cache_key",
+    "prompt_cache_retention",
     "service_tier",
+    "prediction",  # it may make an answer faster, never another one
+    "request_id",
 )
 
 # A field of one endpoint may stand here for the other.
@@ -38,11 +41,30 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none",),
     "parallel_tool_calls": (True,),
     "functions": ([],),
-    "function_call": ("none",),
+    "function_call": ("none", "auto"),
     "modalities": (["text"],),
+    "verbosity": ("medium",),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "early_stopping": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "include_reasoning": (True,),
+    "separate_reasoning": (True,),
+    "stream_reasoning": (True,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "no_stop_trim": (False,),
+    "documents": ([],),
+    "mm_processor_kwargs": ({},),
+    "chat_template_kwargs": ({},),
 }
 
-AS_WRITTEN = frozenset({"tools", "response_format"})  # hold JSON schemas, where null is a value
+# They hold JSON of the client's own, where null is a value.
+AS_WRITTEN = frozenset({"tools", "response_format", "arguments", "chat_template_kwargs"})
 
 SHORT = reprlib.Repr()  # of values of any size, without writing all of it
 SHORT.maxstring = SHORT.maxlong = SHORT.maxother = 60

@@ -59,6 +59,7 @@ def conversation(schema: ChatRequest) -> tuple[list[Message], ChatOptions]:
         effort=schema.reasoning_effort,
         json_schema=response.schema_text,
         show_schema=response.type == "json_schema",
+        template_arguments=tuple(schema.chat_template_kwargs.items()),
     )
     return [message.plain() for message in schema.messages], options
 

@@ -43,12 +43,19 @@ class Answer:
         name = "chat.completion" if self._kind == "chat" else "text_completion"
         return self._object(name, entries) | {"usage": self.usage()}
 
-    def chunks(self, index: int, delta: Delta, *, with_usage: bool) -> list[dict[str, Any]]:
-        """The chunks for one choice's next delta; its first delta brings the opening too."""
+    def chunks(
+        self, index: int, delta: Delta, *, with_usage: bool, continuously: bool = False
+    ) -> list[dict[str, Any]]:
+        """The chunks for one choice's next delta; its first delta brings the opening too.
+
+        with_usage: the stream ends with usage. continuously: each chunk has what it is by then.
+        """
         choice = self._choices[index]
         entries = [] if index in self._last else choice.opening()
         self._last[index] = delta
         usage = {"usage": None} if with_usage else {}
+        if continuously:
+            usage = {"usage": self.usage()}
         return [
             self._object(self._chunk_name, [entry]) | usage
             for entry in (*entries, *choice.entries(delta))

@@ -17,7 +17,18 @@ from sluice.engine.limits import (
     MAX_TOP_LOGPROBS,
     MIN_REPETITION_PENALTY,
 )
-from sluice.router.fields import Choice, Function, LogitBias, Prompts, Stop, Text, ToolChoice
+from sluice.router.fields import (
+    Arguments,
+    Choice,
+    Function,
+    LogitBias,
+    Prompts,
+    Stop,
+    TemplateArguments,
+    Text,
+    ToolChoice,
+)
+from sluice.router.history import in_one_spelling
 from sluice.router.v4_text import TASKS
 
 MAX_CHOICES = 128  # answers to one HTTP request, over all its prompts
@@ -49,7 +60,9 @@ class Schema(BaseModel):
     @classmethod
     def _known_fields(cls, data: Any) -> Any:
         """One error for the first unknown field, instead of one for each."""
-        if isinstance(data, dict) and not data.keys() <= (known := _names(cls)):
+        if cls.model_config["extra"] == "ignore" or not isinstance(data, dict):
+            return data
+        if not data.keys() <= (known := _names(cls)):
             name = next(name for name in data if name not in known)
             raise PydanticCustomError(UNKNOWN_FIELD, "unknown field", {"field": name})
         return data
@@ -60,12 +73,21 @@ def _names(schema: type[Schema]) -> frozenset[str]:
     return frozenset(field.alias or name for name, field in schema.model_fields.items())
 
 
-class FunctionCall(Schema):
+class Replayed(Schema):
+    """A part of a conversation's history, perhaps as another server wrote it.
+
+    Fields that we do not know are that server's notes, of which no prompt is made.
+    """
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class FunctionCall(Replayed):
     name: str = Field(min_length=1)
-    arguments: str
+    arguments: Arguments
 
 
-class ToolCall(Schema):
+class ToolCall(Replayed):
     id: str | None = None
     type: Literal["function"] = "function"
     index: int | None = Field(None, exclude=True)  # of a streamed answer, sent back as it came
@@ -77,7 +99,7 @@ class Tool(Schema):
     function: Function
 
 
-class ChatMessage(Schema):
+class ChatMessage(Replayed):
     role: Literal["system", "developer", "user", "assistant", "tool", "latest_reminder"]
     content: Text | None = None
     name: str | None = None
@@ -87,6 +109,11 @@ class ChatMessage(Schema):
     tools: List[Tool] | None = None
     prefix: Literal[True] | None = None  # of the last message: go on with this answer
     task: str | None = None  # of a user's message: a quick instruction
+
+    @model_validator(mode="before")
+    @classmethod
+    def _in_one_spelling(cls, data: Any) -> Any:
+        return in_one_spelling(data) if isinstance(data, dict) else data
 
     @model_validator(mode="after")
     def _fields_fit_the_role(self) -> ChatMessage:
@@ -118,7 +145,11 @@ class ChatMessage(Schema):
 
 
 class StreamOptions(Schema):
+    """include_obfuscation: no padding is ever sent."""
+
     include_usage: bool = False
+    continuous_usage_stats: bool = False  # in every chunk, as it stands
+    include_obfuscation: bool = False
 
 
 class JsonSchema(Schema):
@@ -194,6 +225,10 @@ class GenerationSchema(Schema):
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
+    def continuous_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+    @property
     def num_top_logprobs(self) -> int | None:
         """None: no log-probabilities are asked for."""
         raise NotImplementedError
@@ -210,6 +245,7 @@ class ChatRequest(GenerationSchema):
     parallel_tool_calls: bool = True
     thinking: Thinking | None = None
     reasoning_effort: Effort | None = None
+    chat_template_kwargs: TemplateArguments = {}
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
 

@@ -20,7 +20,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from sluice.engine.protocol import ConfigError, InvalidRequest
 from sluice.router.conversation import ChatOptions, Message, OutputParser, PlainParser
 
-FIELDS = frozenset({"role", "content", "name"})  # of a message; templates differ in all others
+# Of a message. What the answer thought is there for templates that show it; most leave it out.
+FIELDS = frozenset({"role", "content", "name", "reasoning_content"})
 MAX_REASON_CHARACTERS = 300
 TRIALS = (("user",), ("system", "user"), ("user", "assistant", "user"))
 
@@ -76,6 +77,7 @@ class TemplateFormat:
         begun = str(messages[-1]["content"]) if messages[-1].get("prefix") else None
         try:
             text = self._template.render(
+                dict(options.template_arguments),
                 messages=[_without_prefix(message) for message in messages],
                 add_generation_prompt=options.add_generation_prompt and begun is None,
                 **self._tokens,

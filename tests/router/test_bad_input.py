@@ -58,6 +58,7 @@ BAD_FIELDS = [
 ]
 BAD_PROMPTS = [5, "", [], [[]], ["a", ""], ["a", [1]], [[1], []], [1, None], [1, "a"], [-1],
                [[1], [10**6]], {"a": 1}, ["a"] * 129]  # fmt: skip
+CALLED = {"name": "f", "arguments": "{}"}
 BAD_MESSAGES = [
     [],
     "hello",
@@ -66,11 +67,12 @@ BAD_MESSAGES = [
     [{"role": "user", "content": 5}],
     [{"role": "user", "content": []}],
     [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
-    [{"role": "user", "content": "a", "tool_calls": []}],
+    [{"role": "user", "content": "a", "tool_calls": [{"function": CALLED}]}],
     [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}],
     [{"role": "user", "content": "a", "reasoning_content": "b"}],
     [{"role": "user", "content": "a", "task": "nothing"}],
-    [{"role": "assistant", "content": "a", "reasoning_content": "no place in the template"}],
+    [{"role": "assistant", "content": "a", "function_call": CALLED}],
+    [{"role": "assistant", "content": "a", "audio": {"id": "b"}}],
     [{"role": "tool", "content": "the template refuses this"}],
 ]
 

@@ -243,3 +243,85 @@ async def test_choices_that_no_call_can_satisfy_are_refused(v4, fields, param):
     answer = await v4.chat(tools=TOOLS, **fields)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param
     assert not v4.prefills["prefill-0"].calls
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fields"),
+    [
+        ({}, {}),
+        ({"thinking": True}, {"thinking": {"type": "enabled"}}),
+        ({"enable_thinking": False}, {"thinking": {"type": "disabled"}}),
+        ({"thinking": False, "enable_thinking": False}, {"thinking": {"type": "disabled"}}),
+        ({"thinking": None}, {}),
+        ({"reasoning_effort": "max"}, {"reasoning_effort": "max"}),
+        ({"thinking": True, "reasoning_effort": "max"}, {"reasoning_effort": "max"}),
+    ],
+    ids=str,
+)
+async def test_template_arguments_switch_thinking_as_our_own_fields_do(v4, arguments, fields):
+    answers(v4, "the cat")
+    expected, whole = await prompt_of(v4, **fields), (await v4.chat(**fields)).json()["choices"]
+    assert await prompt_of(v4, chat_template_kwargs=arguments) == expected
+    answer = await v4.chat(chat_template_kwargs=arguments)
+    assert answer.json()["choices"] == whole  # read by the same parser
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fields", "name"),
+    [
+        ({"thinking": "yes"}, {}, ".thinking"),
+        ({"enable_thinking": 1}, {}, ".enable_thinking"),
+        ({"thinking": True, "enable_thinking": False}, {}, ".enable_thinking"),
+        ({"thinking": True}, {"thinking": {"type": "disabled"}}, ".thinking"),
+        ({"reasoning_effort": "endless"}, {}, ".reasoning_effort"),
+        ({"reasoning_effort": "max"}, {"reasoning_effort": "low"}, ".reasoning_effort"),
+        ({"drop_thinking": False}, {}, ".drop_thinking"),
+        ({"messages": "x"}, {}, ""),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("length", [1, 5000])
+async def test_template_arguments_that_say_nothing_clear_are_refused(
+    v4, arguments, fields, name, length
+):
+    answer = await v4.chat("a" * length, chat_template_kwargs=arguments, **fields)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, f"chat_template_kwargs{name}")
+
+
+async def test_what_another_server_calls_reasoning_is_read_as_such(v4):
+    call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    prompts = []
+    for thought in ({"reasoning_content": "hm"}, {"reasoning": "hm"}):
+        answer = {"role": "assistant", "content": None, "tool_calls": [call], **thought}
+        result = {"role": "tool", "tool_call_id": "a", "content": "sunny"}
+        seen = v4.seen_requests()
+        messages = [{"role": "user", "content": "weather?"}, answer, result]
+        body = {"model": "tiny", "messages": messages, "tools": TOOLS, "max_tokens": 1}
+        assert (await v4.http.post("/v1/chat/completions", json=body)).status_code == 200
+        prompts.append(seen[0].prompt_token_ids)
+    assert prompts[0] == prompts[1] and "hm</think>" in v4.tokenizer.decode(list(prompts[0]))
+
+
+async def test_notes_on_calls_change_no_prompt_and_arguments_may_be_an_object(v4):
+    arguments = {"city": "Bern", "day": None}
+    plain = {"name": "weather", "arguments": json.dumps(arguments)}
+    spellings = [
+        {"id": "a", "type": "function", "function": plain},
+        {"id": "a", "index": 0, "type": None, "function": plain | {"parsed_arguments": {"a": 1}},
+         "provider_specific_fields": {"x": 1}, "extra_content": {"google": {}}},
+        {"id": "a", "function": plain | {"arguments": arguments}},
+    ]  # fmt: skip
+    prompts = []
+    for call in spellings:
+        seen = v4.seen_requests()
+        answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+        messages = [
+            {"role": "user", "content": "weather?"},
+            answer,
+            {"role": "user", "content": "b"},
+        ]
+        body = {"model": "tiny", "messages": messages, "max_tokens": 1}
+        assert (await v4.http.post("/v1/chat/completions", json=body)).status_code == 200
+        prompts.append(seen[0].prompt_token_ids)
+    assert prompts[0] == prompts[1] == prompts[2]

@@ -240,6 +240,7 @@ PLACES = {
     "thinking": lambda value: {"thinking": value},
     "response_format": lambda value: {"response_format": value},
     "stream_options": lambda value: {"stream": True, "stream_options": value},
+    "chat_template_kwargs": lambda value: {"chat_template_kwargs": value},
     "unknown": lambda value: {"unknown": value},
 }  # fmt: skip
 
