@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from sluice.engine.protocol import GenerateRequest, InvalidRequest, SamplingParams
+from sluice.router.errors import too_long
 from sluice.router.schemas import ChatRequest, CompletionRequest, GenerationSchema
 from sluice.router.service import Job, RouterService
-
-TOO_LONG = "context_length_exceeded"
 
 
 @dataclass(frozen=True)
@@ -125,11 +124,10 @@ def _check_length(service: RouterService, num_prompt_tokens: int, field: str) ->
         raise InvalidRequest(f"{field}: it has no token, expected at least one", param=field)
     max_model_len = service.checkpoint.max_model_len
     if num_prompt_tokens >= max_model_len:
-        raise InvalidRequest(
-            f"{field}: {num_prompt_tokens} tokens, expected at most {max_model_len - 1}: the "
-            f"model's context is {max_model_len} tokens, prompt and output together",
+        raise too_long(
+            f"{field}: {num_prompt_tokens} tokens, expected at most {max_model_len - 1}",
+            max_context_tokens=max_model_len,
             param=field,
-            code=TOO_LONG,
         )
 
 
@@ -156,19 +154,19 @@ def _max_tokens(
     limit = min(service.checkpoint.max_model_len, _room(service))
     max_prompt_tokens = min(limit - 1, _prefill_room(service))
     if num_prompt_tokens > max_prompt_tokens:
-        raise InvalidRequest(
+        raise too_long(
             f"{field}: {num_prompt_tokens} tokens, expected at most {max_prompt_tokens}: "
             "no node of this deployment has pages for more",
+            max_context_tokens=max_prompt_tokens + 1,
             param=field,
-            code=TOO_LONG,
         )
     max_tokens = schema.output_limit or limit - num_prompt_tokens
     if num_prompt_tokens + max_tokens > limit:
-        raise InvalidRequest(
+        raise too_long(
             f"max_tokens: {max_tokens} after a prompt of {num_prompt_tokens} tokens, expected at "
-            f"most {limit - num_prompt_tokens}: a request can have {limit} tokens in all",
+            f"most {limit - num_prompt_tokens}",
+            max_context_tokens=limit,
             param="max_tokens",
-            code=TOO_LONG,
         )
     return max_tokens
 

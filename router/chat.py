@@ -14,6 +14,7 @@ from sluice.engine.protocol import InvalidRequest
 from sluice.router.checkpoint import Checkpoint
 from sluice.router.conversation import ChatFormat, ChatOptions, Message, OutputParser
 from sluice.router.encoding_v4 import V4Format
+from sluice.router.errors import too_long
 from sluice.router.template import TemplateFormat
 from sluice.router.template_arguments import without_template_arguments
 from sluice.router.text_length import max_characters
@@ -21,7 +22,6 @@ from sluice.router.v4_text import CONTROL_TOKENS, END_THINK
 
 PLAIN = ChatOptions()
 LONG_TEXT_CHARACTERS = 1 << 14
-TOO_LONG = "context_length_exceeded"
 
 
 class ChatEncoder:
@@ -130,11 +130,10 @@ class ChatEncoder:
 
 
 def _too_long(field: str, length: str, max_model_len: int) -> InvalidRequest:
-    return InvalidRequest(
-        f"{field}: {length}, which cannot be fewer than {max_model_len} tokens: the model's "
-        f"maximum context length is {max_model_len} tokens, prompt and output together",
+    return too_long(
+        f"{field}: {length}, which cannot be fewer than {max_model_len} tokens",
+        max_context_tokens=max_model_len,
         param=field,
-        code=TOO_LONG,
     )
 
 

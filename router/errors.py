@@ -44,6 +44,16 @@ class TemplateFailed(SluiceError):
     code = "chat_template_failed"
 
 
+def too_long(problem: str, *, max_context_tokens: int, param: str) -> InvalidRequest:
+    """For more tokens than fit. Clients look for the code, or these very words, and shorten it."""
+    return InvalidRequest(
+        f"{problem}. This model's maximum context length is {max_context_tokens} tokens, "
+        "prompt and output together",
+        param=param,
+        code="context_length_exceeded",
+    )
+
+
 def error_body(
     message: str, *, status: int, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 BAD_FIELDS = [
@@ -173,6 +175,34 @@ async def test_prompt_over_the_limit_is_refused_before_any_node(world):
     assert (await world.complete([9] * (longest - 1), max_tokens=1)).status_code == 200
     await world.until(world.quiescent)
     assert world.decodes["decode-0"].calls == ["reserve", "release"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "content", "max_tokens"),
+    [
+        ("chat", "a b " * 130, 1),
+        ("chat", "a b " * 100, 60),
+        ("chat", "a" * 100_000, 1),
+        ("complete", [9] * 256, 1),
+        ("complete", [9] * 200, 57),
+        ("complete", [[9], [9] * 300], 1),
+        ("complete", "a" * 5000, 1),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+@pytest.mark.parametrize(("num_pages", "limit"), [(64, 256), (10, 160)])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_every_refusal_of_a_length_has_the_words_that_clients_look_for(
+    make_world, kind, content, max_tokens, num_pages, limit, stream
+):
+    world = await make_world()
+    world.add_prefill()
+    world.add_decode(num_pages=num_pages)
+    answer = await getattr(world, kind)(content, max_tokens=max_tokens, stream=stream)
+    error = check(answer, 400)
+    assert error["code"] == "context_length_exceeded" and error["type"] == "invalid_request_error"
+    said = re.search(r"This model's maximum context length is (\d+) tokens", error["message"])
+    assert int(said[1]) in (limit, 256)
 
 
 async def test_a_request_no_node_can_hold_is_refused_before_any_node(make_world):
