@@ -1,9 +1,10 @@
 """parse: a JSON body to its schema, or an error that names the field.
 
-Three kinds of fields are let through without effect, as OpenAI's clients send them unasked:
+Some kinds of fields are let through without effect, as OpenAI's clients send them unasked:
  - null, which means "not given"
  - IGNORED: bookkeeping of the caller
  - NEUTRAL: features we lack, at the value that switches them off
+ - for /tokenize, OF_ANSWERS: fields of the answer to the prompt that is counted
 """
 
 from __future__ import annotations
@@ -17,7 +18,14 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from sluice.engine.protocol import InvalidRequest
-from sluice.router.schemas import UNKNOWN_FIELD, GenerationSchema, Schema
+from sluice.router.schemas import (
+    UNKNOWN_FIELD,
+    ChatRequest,
+    CompletionRequest,
+    GenerationSchema,
+    Schema,
+    TokenizeRequest,
+)
 
 IGNORED = (
     "user",
@@ -62,6 +70,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": ({},),
     "chat_template_kwargs": ({},),
 }
+
+# Of a request that is sent to be counted first: what comes after its prompt.
+OF_ANSWERS = frozenset({*ChatRequest.model_fields, *CompletionRequest.model_fields})
 
 # They hold JSON of the client's own, where null is a value.
 AS_WRITTEN = frozenset({"tools", "response_format", "arguments", "chat_template_kwargs"})
@@ -124,12 +135,14 @@ def _without_null(value: Any, *, as_written: bool = False) -> Any:
 
 def _without_neutral(schema: type[Schema], data: dict[str, Any]) -> dict[str, Any]:
     """Drop what has no effect. Raises InvalidRequest for a feature that is asked for."""
-    if not issubclass(schema, GenerationSchema):
+    if not issubclass(schema, GenerationSchema | TokenizeRequest):
         return data
     kept = {}
     for key, value in data.items():
         if key in schema.model_fields:
             kept[key] = value
+        elif issubclass(schema, TokenizeRequest) and key in OF_ANSWERS:
+            continue
         elif key in NEUTRAL:
             if not any(_same(value, neutral) for neutral in NEUTRAL[key]):
                 raise InvalidRequest(

@@ -114,7 +114,7 @@ class Readers:
         if schema.messages is None:
             ids = reading.text_ids(self._encoder, schema)
         else:
-            ids = await self._chat_ids(*reading.bare_conversation(schema))
+            ids = await self._chat_ids(*reading.conversation(schema))
         return schema.model, len(ids), json.dumps(ids)
 
     async def detokenize(self, body: bytes) -> tuple[str | None, str]:

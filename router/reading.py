@@ -48,7 +48,7 @@ def try_template() -> None:
     _encoder.try_template()
 
 
-def conversation(schema: ChatRequest) -> tuple[list[Message], ChatOptions]:
+def conversation(schema: ChatRequest | TokenizeRequest) -> tuple[list[Message], ChatOptions]:
     """What chat formats are given."""
     response = schema.response_format
     options = ChatOptions(
@@ -60,12 +60,8 @@ def conversation(schema: ChatRequest) -> tuple[list[Message], ChatOptions]:
         json_schema=response.schema_text,
         show_schema=response.type == "json_schema",
         template_arguments=tuple(schema.chat_template_kwargs.items()),
+        add_generation_prompt=isinstance(schema, ChatRequest) or schema.add_generation_prompt,
     )
-    return [message.plain() for message in schema.messages], options
-
-
-def bare_conversation(schema: TokenizeRequest) -> tuple[list[Message], ChatOptions]:
-    options = ChatOptions(add_generation_prompt=schema.add_generation_prompt)
     return [message.plain() for message in schema.messages or ()], options
 
 
@@ -118,7 +114,7 @@ def read_tokenize(encoder: ChatEncoder, body: bytes) -> tuple[str | None, int, s
     if schema.messages is None:
         ids = text_ids(encoder, schema)
     else:
-        ids = encoder.encode_chat(*bare_conversation(schema))
+        ids = encoder.encode_chat(*conversation(schema))
     return schema.model, len(ids), json.dumps(ids)
 
 

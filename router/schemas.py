@@ -238,25 +238,19 @@ class Thinking(Schema):
     type: Literal["enabled", "disabled"]
 
 
-class ChatRequest(GenerationSchema):
-    messages: List[ChatMessage] = Field(min_length=1)
+class ConversationSchema(Schema):
+    """Fields that decide what a conversation's prompt is, and how its answer is read."""
+
     tools: List[Tool] = []
     tool_choice: Choice = ToolChoice()
     parallel_tool_calls: bool = True
     thinking: Thinking | None = None
     reasoning_effort: Effort | None = None
     chat_template_kwargs: TemplateArguments = {}
-    logprobs: bool = False
-    top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
+    response_format: ResponseFormat = ResponseFormat(type="text")
 
     @model_validator(mode="after")
-    def _logprobs_are_on(self) -> ChatRequest:
-        if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs: given without logprobs, expected `logprobs: true` too")
-        return self
-
-    @model_validator(mode="after")
-    def _tools_to_choose_from(self) -> ChatRequest:
+    def _tools_to_choose_from(self) -> ConversationSchema:
         names = [tool.function["name"] for tool in self.tools]
         if not names and not self.parallel_tool_calls:
             raise ValueError("parallel_tool_calls: given without tools, expected `tools` too")
@@ -276,6 +270,18 @@ class ChatRequest(GenerationSchema):
             return None
         names = [tool.function["name"] for tool in self.tools]
         return frozenset(names if self.tool_choice.name is None else [self.tool_choice.name])
+
+
+class ChatRequest(ConversationSchema, GenerationSchema):
+    messages: List[ChatMessage] = Field(min_length=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
+
+    @model_validator(mode="after")
+    def _logprobs_are_on(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: given without logprobs, expected `logprobs: true` too")
+        return self
 
     @property
     def num_top_logprobs(self) -> int | None:
@@ -303,8 +309,8 @@ class CompletionRequest(GenerationSchema):
         return self.logprobs
 
 
-class TokenizeRequest(Schema):
-    """Either a prompt or messages."""
+class TokenizeRequest(ConversationSchema):
+    """Either a prompt or messages, with all that makes a prompt of them."""
 
     model: str | None = None
     prompt: str | None = None

@@ -325,3 +325,48 @@ async def test_notes_on_calls_change_no_prompt_and_arguments_may_be_an_object(v4
         assert (await v4.http.post("/v1/chat/completions", json=body)).status_code == 200
         prompts.append(seen[0].prompt_token_ids)
     assert prompts[0] == prompts[1] == prompts[2]
+
+
+COUNTED = [
+    {},
+    {"tools": TOOLS},
+    {"tools": TOOLS, "tool_choice": "none"},
+    {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False},
+    {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "weather"}}},
+    {"thinking": {"type": "disabled"}},
+    {"reasoning_effort": "max"},
+    {"chat_template_kwargs": {"enable_thinking": False}},
+    {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}},
+    {"temperature": 0.5, "stop": ["x"], "n": 2, "user": "me", "logprobs": None, "seed": 5,
+     "stream": True, "stream_options": {"include_usage": True}, "max_completion_tokens": 5},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", COUNTED, ids=str)
+@pytest.mark.parametrize("length", [1, 1500])
+async def test_tokenize_counts_what_chat_sends(v4, fields, length):
+    messages = [{"role": "user", "content": "the " * length}, {"role": "user", "content": "cat"}]
+    seen, body = v4.seen_requests(), {"model": "tiny", "messages": messages, **fields}
+    assert (await v4.http.post("/v1/chat/completions", json=body)).status_code == 200
+    counted = (await v4.http.post("/tokenize", json=body)).json()
+    assert counted["tokens"] == list(seen[0].prompt_token_ids)
+    assert counted["count"] == len(counted["tokens"]) and counted["max_model_len"] == 4096
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools.0.function"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"reasoning_effort": "endless"}, "reasoning_effort"),
+        ({"thinking": {"type": "enabled"}, "reasoning_effort": "none"}, "reasoning_effort"),
+        ({"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs.x"),
+        ({"no_such_field": 1}, "no_such_field"),
+    ],
+    ids=str,
+)
+async def test_tokenize_refuses_what_chat_refuses(v4, fields, param):
+    body = {"messages": [{"role": "user", "content": "hi"}], **fields}
+    for path, model in (("/tokenize", {}), ("/v1/chat/completions", {"model": "tiny"})):
+        answer = await v4.http.post(path, json=body | model)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
