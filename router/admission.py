@@ -150,7 +150,7 @@ def _check_min_tokens(
 def _max_tokens(
     service: RouterService, schema: GenerationSchema, num_prompt_tokens: int, field: str
 ) -> int:
-    """Output tokens to allow: what the client asks for, else all that fit."""
+    """Output tokens to allow: what the client asks for, else what is usual, as far as it fits."""
     limit = min(service.checkpoint.max_model_len, _room(service))
     max_prompt_tokens = min(limit - 1, _prefill_room(service))
     if num_prompt_tokens > max_prompt_tokens:
@@ -160,11 +160,12 @@ def _max_tokens(
             max_context_tokens=max_prompt_tokens + 1,
             param=field,
         )
-    max_tokens = schema.output_limit or limit - num_prompt_tokens
-    if num_prompt_tokens + max_tokens > limit:
+    room = limit - num_prompt_tokens
+    max_tokens = schema.output_limit or min(schema.usual_max_tokens or room, room)
+    if max_tokens > room:
         raise too_long(
             f"max_tokens: {max_tokens} after a prompt of {num_prompt_tokens} tokens, expected at "
-            f"most {limit - num_prompt_tokens}",
+            f"most {room}",
             max_context_tokens=limit,
             param="max_tokens",
         )

@@ -66,15 +66,21 @@ class Answer:
         return self._object(self._chunk_name, []) | {"usage": self.usage()}
 
     def usage(self) -> dict[str, Any]:
-        """A prompt counts once however many answers it has, every answer's tokens count."""
+        """A prompt counts once however many answers it has, every answer's tokens count.
+
+        Cached tokens are under OpenAI's name and under DeepSeek's.
+        """
         num_prompt_tokens = sum(self._prompt_lengths)
+        num_cached_tokens = self._num_cached_tokens()
         num_output_tokens = sum(delta.num_tokens for delta in self._last.values())
         num_reasoning_tokens = sum(delta.num_reasoning_tokens for delta in self._last.values())
         return {
             "prompt_tokens": num_prompt_tokens,
             "completion_tokens": num_output_tokens,
             "total_tokens": num_prompt_tokens + num_output_tokens,
-            "prompt_tokens_details": {"cached_tokens": self._num_cached_tokens()},
+            "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
+            "prompt_cache_hit_tokens": num_cached_tokens,
+            "prompt_cache_miss_tokens": num_prompt_tokens - num_cached_tokens,
             "completion_tokens_details": {"reasoning_tokens": num_reasoning_tokens},
         }
 

@@ -32,6 +32,7 @@ from sluice.router.history import in_one_spelling
 from sluice.router.v4_text import TASKS
 
 MAX_CHOICES = 128  # answers to one HTTP request, over all its prompts
+COMPLETION_TOKENS = 16  # of an answer to a plain text, OpenAI's default
 MAX_SALT_CHARACTERS = 256
 MAX_PRIORITY = 1000
 
@@ -178,7 +179,7 @@ class ResponseFormat(Schema):
 
 
 class GenerationSchema(Schema):
-    """Fields that both endpoints share. `max_tokens` None: as many as fit."""
+    """Fields that both endpoints share. `max_tokens` None: see `usual_max_tokens`."""
 
     model: str
     max_tokens: int | None = Field(None, gt=0)
@@ -219,6 +220,11 @@ class GenerationSchema(Schema):
     @property
     def output_limit(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def usual_max_tokens(self) -> int | None:
+        """Where the request sets no limit, at most so many tokens; None: as many as fit."""
+        return None
 
     @property
     def include_usage(self) -> bool:
@@ -303,6 +309,10 @@ class CompletionRequest(GenerationSchema):
                 f"{MAX_CHOICES} answers in all"
             )
         return self
+
+    @property
+    def usual_max_tokens(self) -> int | None:
+        return COMPLETION_TOKENS
 
     @property
     def num_top_logprobs(self) -> int | None:

@@ -81,13 +81,22 @@ class OutputText:
             text += self._push(self._detokenizer.push(group))
             if self._filter.stopped:
                 return self._delta(text, FinishReason.STOP)
-        self._num_tokens += len(tokens.token_ids) - len(visible)
+        self._take_unseen(tokens, len(visible))
         if tokens.finish_reason is None:
             return self._delta(text, None)
         text += self._push(self._detokenizer.flush())
         if self._filter.stopped:
             return self._delta(text, FinishReason.STOP)
         return self._delta(text + self._filter.flush(), tokens.finish_reason)
+
+    def _take_unseen(self, tokens: Tokens, num_visible: int) -> None:
+        """The stop token, if these end in one: it has no text, but it was sampled, and counts."""
+        for index in range(num_visible, len(tokens.token_ids)):
+            self._num_tokens += 1
+            if tokens.logprobs:
+                self._scored.append(
+                    Scored(tokens.token_ids[index], self._num_characters, tokens.logprobs[index])
+                )
 
     def _count(self, token_ids: tuple[int, ...]) -> None:
         self._num_tokens += len(token_ids)

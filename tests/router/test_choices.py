@@ -113,15 +113,16 @@ async def test_chat_logprobs_describe_every_token(world):
     world.script.plan = (*world.ids("the 日"), EOS)
     choice = (await world.chat(logprobs=True, top_logprobs=2, max_tokens=20)).json()["choices"][0]
     content = choice["logprobs"]["content"]
-    assert len(content) == len(world.script.plan) - 1, "the token that stops is not shown"
-    spelled = b"".join(bytes(entry["bytes"]) for entry in content)
+    assert len(content) == len(world.script.plan)
+    spelled = b"".join(bytes(entry["bytes"]) for entry in content[:-1])
     assert spelled.decode() == choice["message"]["content"] == "the 日"
     for entry, token_id in zip(content, world.script.plan, strict=False):
         assert entry["logprob"] == -0.5 - token_id and len(entry["top_logprobs"]) == 2
         assert entry["top_logprobs"][0] == {
             key: entry[key] for key in ("token", "logprob", "bytes")
         }
-    assert content[0]["token"] == "the" and content[-1]["token"].startswith("bytes:\\x")
+    assert content[0]["token"] == "the" and content[-2]["token"].startswith("bytes:\\x")
+    assert content[-1]["token"] == "<eos>", "the token that stops has no text, but it counts"
 
 
 async def test_completion_logprobs_have_offsets_into_the_text(world):
@@ -129,8 +130,9 @@ async def test_completion_logprobs_have_offsets_into_the_text(world):
     choice = (await world.complete(logprobs=3, max_tokens=20)).json()["choices"][0]
     logprobs, text = choice["logprobs"], choice["text"]
     assert text == "the cat and the hat"
-    for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
+    for token, offset in zip(logprobs["tokens"][:-1], logprobs["text_offset"], strict=False):
         assert text[offset : offset + len(token)] == token
+    assert (logprobs["tokens"][-1], logprobs["text_offset"][-1]) == ("<eos>", len(text))
     assert all(len(top) == 3 for top in logprobs["top_logprobs"])
     chosen = [top[t] for top, t in zip(logprobs["top_logprobs"], logprobs["tokens"], strict=True)]
     assert chosen == logprobs["token_logprobs"]
@@ -148,6 +150,35 @@ async def test_streamed_logprobs_are_the_whole_ones(world, events, kind):
     pieces = [event["choices"][0]["logprobs"] for event in stream]
     for key in ("content",) if kind == "chat" else ("tokens", "token_logprobs", "text_offset"):
         assert [entry for piece in pieces for entry in piece[key]] == whole[key]
+
+
+ENDS = {
+    "by itself": {},
+    "at a stop token": {"stop_token_ids": [50]},
+    "at a stop string": {"stop": "c"},
+    "inside a stop string": {"stop": "hat of", "max_tokens": 3},
+    "at the limit": {"max_tokens": 2},
+    "at once": {"stop": "t"},
+}
+
+
+@pytest.mark.parametrize("fields", ENDS.values(), ids=ENDS)
+@pytest.mark.parametrize("kind", ["complete", "chat"])
+@pytest.mark.parametrize("tokens_per_chunk", [1, 5])
+async def test_every_counted_token_has_its_logprobs_however_an_answer_ends(
+    world, events, kind, tokens_per_chunk, fields
+):
+    world.decodes["decode-0"].tokens_per_chunk = tokens_per_chunk
+    world.script.plan = (*world.ids("the cat☕"), 50, *world.ids(" and the hat"), EOS)
+    asked = {"max_tokens": 40, "logprobs": 1 if kind == "complete" else True, **fields}
+    answer = (await getattr(world, kind)(**asked)).json()
+    logprobs = answer["choices"][0]["logprobs"]
+    whole = logprobs["token_logprobs"] if kind == "complete" else logprobs["content"]
+    assert len(whole) == answer["usage"]["completion_tokens"]
+    stream, _ = events((await getattr(world, kind)(stream=True, **asked)).text)
+    pieces = [event["choices"][0]["logprobs"] for event in stream]
+    key = "token_logprobs" if kind == "complete" else "content"
+    assert [entry for piece in pieces for entry in piece[key]] == whole
 
 
 async def test_logprobs_survive_a_fail_over(world):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 
+import pytest
+
 EOS = 1
 
 
@@ -145,6 +147,8 @@ async def test_cached_tokens_come_from_prefill(world):
     usage = (await world.complete()).json()["usage"]
     assert usage["prompt_tokens_details"] == {"cached_tokens": 2}
     assert usage["total_tokens"] == usage["prompt_tokens"] + 8
+    assert usage["prompt_cache_hit_tokens"] == 2  # as DeepSeek's API has it
+    assert usage["prompt_cache_miss_tokens"] == usage["prompt_tokens"] - 2
 
 
 async def test_token_id_prompts_and_single_lists_are_the_same_prompt(world):
@@ -156,8 +160,20 @@ async def test_token_id_prompts_and_single_lists_are_the_same_prompt(world):
 
 async def test_without_max_tokens_the_answer_fills_what_a_node_can_hold(world):
     world.add_decode(num_pages=5)
-    answer = (await world.complete(max_tokens=None)).json()
+    answer = (await world.chat(max_tokens=None)).json()
     assert answer["usage"]["total_tokens"] == 5 * 16
+
+
+@pytest.mark.parametrize("fields", [{"max_tokens": None}, {"max_completion_tokens": None}], ids=str)
+async def test_without_max_tokens_a_text_is_continued_by_16_or_what_fits(world, fields):
+    body = {"model": "tiny", "prompt": "the cat", **fields}
+    answer = (await world.http.post("/v1/completions", json=body)).json()
+    assert answer["usage"]["completion_tokens"] == 16
+    assert answer["choices"][0]["text"] == world.expected(max_tokens=16)
+    longer = (await world.complete(max_tokens=None, max_completion_tokens=20)).json()
+    assert longer["usage"]["completion_tokens"] == 20
+    last = (await world.complete([9] * 250, max_tokens=None)).json()
+    assert last["usage"]["total_tokens"] == 256 and last["choices"][0]["finish_reason"] == "length"
 
 
 async def test_a_seed_is_drawn_once_and_kept_within_63_bits(world):
