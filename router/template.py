@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from typing import Any
 
 import jinja2
-from jinja2.ext import loopcontrols
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from sluice.engine.protocol import ConfigError, InvalidRequest
@@ -24,6 +26,10 @@ from sluice.router.conversation import ChatOptions, Message, OutputParser, Plain
 FIELDS = frozenset({"role", "content", "name", "reasoning_content"})
 MAX_REASON_CHARACTERS = 300
 TRIALS = (("user",), ("system", "user"), ("user", "assistant", "user"))
+
+
+# Templates ask whether they are none, not whether they are there.
+ABSENT = {"tools": None, "documents": None}
 
 
 class Refused(jinja2.TemplateError):
@@ -78,8 +84,9 @@ class TemplateFormat:
         try:
             text = self._template.render(
                 dict(options.template_arguments),
-                messages=[_without_prefix(message) for message in messages],
+                messages=[_as_templates_read(message) for message in messages],
                 add_generation_prompt=options.add_generation_prompt and begun is None,
+                **ABSENT,
                 **self._tokens,
             )
         except MemoryError:
@@ -100,8 +107,11 @@ class TemplateFormat:
         return ""  # where there are tools, `render` has refused them
 
 
-def _without_prefix(message: Message) -> Message:
-    return {field: value for field, value in message.items() if field != "prefix"}
+def _as_templates_read(message: Message) -> Message:
+    ours = {field: value for field, value in message.items() if field != "prefix"}
+    if "reasoning_content" in ours:  # some templates have another name for it
+        ours = {"thinking": ours["reasoning_content"], **ours}
+    return ours
 
 
 def _up_to(text: str, begun: str) -> str:
@@ -140,7 +150,7 @@ def _check(messages: Sequence[Message], options: ChatOptions) -> None:
 def _environment() -> ImmutableSandboxedEnvironment:
     """The environment that chat templates are written for."""
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
@@ -168,8 +178,35 @@ def _raise_exception(message: str) -> None:
     raise Refused(message)
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+class _Generation(Extension):
+    """`{% generation %}`: marks what a model is trained on, and changes no text."""
+
+    tags = {"generation"}  # noqa: RUF012 - Jinja's own class has it so
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_unchanged"), [], [], body).set_lineno(line)
+
+    def _unchanged(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """As transformers has it, in its order of arguments; Jinja's own escapes HTML."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
 
 
 def _strftime_now(pattern: str) -> str:
