@@ -30,8 +30,8 @@ def check_installed() -> None:
     """Raises ConfigError if matplotlib is missing."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(
-            "the plot needs matplotlib, which is not installed; `pip install 'sluice[plot]'`, or "
-            "leave the plot out with --no-plot"
+            "the plot needs matplotlib, which is not installed; `pip install '.[plot]'` in "
+            "Sluice's folder, or leave the plot out with --no-plot"
         )
 
 

@@ -77,6 +77,8 @@ def test_the_ray_cluster_file_starts_every_role_with_a_token():
     commands = cluster["head_start_ray_commands"] + cluster["worker_start_ray_commands"]
     assert all(command.startswith("RAY_AUTH_MODE=token ray start") for command in commands)
     assert {"cluster_name", "provider", "auth"} <= set(cluster)
+    [install] = cluster["setup_commands"]
+    assert install.split()[-1] in cluster["file_mounts"], "what is installed is what was copied"
 
 
 def test_the_novel_is_whole_paragraphs_of_plain_text():
