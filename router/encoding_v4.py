@@ -7,6 +7,13 @@ A prompt is one text, and every control token has its own spelling in it:
 In thinking mode the prompt ends in <think>, else in </think>. Tool results are part of a user's
 turn. Reasoning of turns before the last user's is dropped, unless there are tools, with which it
 stays: so a tool loop keeps its thread, and its prompts share a prefix.
+
+Where roles come in an order that DeepSeek's own encoder does not foresee, texts are written as it
+writes them, and every answer is opened by the Assistant token, the one that is asked for too:
+ - a system's text stays where it is, after a question or an answer as well, and alone
+ - `developer` is OpenAI's word for the system; one that brings tools is DeepSeek's, and asks
+ - an answer may come first, or after another
+A reminder between a question and its answer is refused: the encoder would write it into the answer.
 """
 
 from __future__ import annotations
@@ -24,7 +31,8 @@ from sluice.router.calls_v4 import calls_grammar
 from sluice.router.conversation import ChatOptions, Message, OutputParser
 from sluice.router.parser_v4 import V4Parser
 
-ASKING_ROLES = ("user", "developer")
+# What stands beside the turns of question and answer.
+ASIDE = ("system", "latest_reminder")
 
 
 class Release(StrEnum):
@@ -57,24 +65,24 @@ class V4Format:
     def render(self, messages: Sequence[Message], options: ChatOptions) -> str:
         _check(messages, options)
         thinking = is_thinking(options)
-        turns = _with_extras(_merged(messages), options)
+        turns = _with_extras(_merged(map(_in_v4s_roles, messages)), options)
         keeps_reasoning = any(turn.get("tools") for turn in turns)
-        if thinking and not keeps_reasoning:
-            turns = _without_old_reasoning(turns)
         text = v4.BOS
         if thinking and options.effort is not None:
             text += self._efforts[options.effort]
-        last_question = _last_question(turns)
+        last_question = max((i for i, turn in enumerate(turns) if _asks(turn)), default=-1)
+        task = None  # of the turn before
         for index, turn in enumerate(turns):
-            follower = turns[index + 1] if index + 1 < len(turns) else None
-            thinks = thinking and (keeps_reasoning or index >= last_question)
-            previous = turns[index - 1] if index else {}
-            text += _turn(turn, thinks=thinks and "task" not in previous)
-            if follower is None and not options.add_generation_prompt:
-                break
-            if follower is None or follower["role"] in ("assistant", "latest_reminder"):
-                text += _transition(turn, thinks=thinks, thinking=thinking)
-        return text
+            thinks = thinking and (keeps_reasoning or index > last_question)
+            if turn["role"] == "assistant" and task is None:
+                text += _opening(thinks)
+            text += _turn(turn, thinks=thinks and task is None)
+            follower = turns[index + 1]["role"] if index + 1 < len(turns) else None
+            task = turn.get("task") if follower in (None, "assistant", "latest_reminder") else None
+            if task is not None and (follower is not None or options.add_generation_prompt):
+                text += _instruction(task, thinking=thinking)
+        is_open = task is not None or turns[-1]["role"] == "assistant"
+        return text if is_open or not options.add_generation_prompt else text + _opening(thinking)
 
     def parser(self, messages: Sequence[Message], options: ChatOptions) -> OutputParser:
         return V4Parser(reasoning=_reasons(messages, options), calls=has_tools(messages, options))
@@ -137,12 +145,43 @@ def _check(messages: Sequence[Message], options: ChatOptions) -> None:
             "have it continued",
             param="messages",
         )
+    _check_reminders([_in_v4s_roles(message) for message in messages])
     for index, message in enumerate(messages[:-1]):
         if message.get("prefix"):
             raise InvalidRequest(
                 f"messages.{index}.prefix: only the last message can be continued",
                 param=f"messages.{index}.prefix",
             )
+
+
+def _check_reminders(messages: Sequence[Message]) -> None:
+    """Raises InvalidRequest for one that is not on the way from an answer to a question."""
+    answered = True
+    pending = None  # a reminder whose question has not come yet
+    for index, message in enumerate(messages):
+        if message["role"] == "latest_reminder":
+            pending = index
+        elif message["role"] not in ASIDE:
+            answered = message["role"] == "assistant"
+            pending = pending if answered else None
+        if pending is not None and (
+            message["role"] == "assistant" or not answered or index == len(messages) - 1
+        ):
+            raise InvalidRequest(
+                f"messages.{pending}: a latest_reminder belongs before the question that it is "
+                "about; move it there, or send a system message",
+                param=f"messages.{pending}",
+            )
+
+
+def _in_v4s_roles(message: Message) -> Message:
+    """`developer` is what OpenAI's clients call the system; with tools it is DeepSeek's own."""
+    is_system = message["role"] == "developer" and not message.get("tools")
+    return {**message, "role": "system"} if is_system else message
+
+
+def _asks(turn: Message) -> bool:
+    return turn["role"] not in (*ASIDE, "assistant")
 
 
 def _merged(messages: Iterable[Message]) -> list[dict[str, Any]]:
@@ -184,29 +223,18 @@ def _in_call_order(blocks: Sequence[str | tuple[int, str]]) -> list[str]:
 
 
 def _with_extras(turns: list[dict[str, Any]], options: ChatOptions) -> list[dict[str, Any]]:
-    """Tools and answer schema belong to the system's turn; there is one if they need it."""
-    extras: dict[str, Any] = {"tools": options.tools} if options.tools else {}
+    """Tools and answer schema belong to the first turn, the system's; there is one for them."""
+    extras: dict[str, Any] = {}
+    leads = turns[0]["role"] == "system"
+    if options.tools:
+        extras["tools"] = [*(turns[0].get("tools", ()) if leads else ()), *options.tools]
     if options.show_schema and options.json_schema is not None:
         extras["schema"] = options.json_schema
     if not extras:
         return turns
-    place = next((i for i, turn in enumerate(turns) if turn["role"] == "system"), None)
-    if place is None:
-        return [{"role": "system", "content": "", **extras}, *turns]
-    return [*turns[:place], turns[place] | extras, *turns[place + 1 :]]
-
-
-def _without_old_reasoning(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Drop developers' turns before the last question: they belong to what is dropped there.
-
-    Old reasoning itself is left out where the turns are written.
-    """
-    last = _last_question(turns)
-    return [t for i, t in enumerate(turns) if t["role"] != "developer" or i >= last]
-
-
-def _last_question(turns: Sequence[Message]) -> int:
-    return max((i for i, turn in enumerate(turns) if turn["role"] in ASKING_ROLES), default=-1)
+    if leads:
+        return [turns[0] | extras, *turns[1:]]
+    return [{"role": "system", "content": "", **extras}, *turns]
 
 
 def _turn(turn: Message, *, thinks: bool) -> str:
@@ -253,16 +281,15 @@ def _arguments(raw: str) -> dict[str, Any]:
     return arguments if isinstance(arguments, dict) else {"arguments": raw}
 
 
-def _transition(turn: Message, *, thinks: bool, thinking: bool) -> str:
-    """What leads from a turn to the answer that follows it."""
-    if "task" in turn:
-        instruction = v4.TASKS[turn["task"]]
-        if turn["task"] != "action":
-            return instruction
-        return v4.ASSISTANT + (v4.THINK if thinking else v4.END_THINK) + instruction
-    if turn["role"] not in ASKING_ROLES:
-        return ""
+def _opening(thinks: bool) -> str:
+    """What an answer begins with."""
     return v4.ASSISTANT + (v4.THINK if thinks else v4.END_THINK)
+
+
+def _instruction(task: str, *, thinking: bool) -> str:
+    """What asks for a quick instruction's output; only an action is an answer that is opened."""
+    opening = _opening(thinking) if task == "action" else ""
+    return opening + v4.TASKS[task]
 
 
 def _json(value: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 
 import pytest
 
@@ -106,17 +107,119 @@ def test_a_tool_loop_keeps_its_reasoning_and_orders_results_by_call():
     )
 
 
-def test_without_tools_old_reasoning_and_old_developers_are_dropped():
+def test_without_tools_old_reasoning_is_dropped():
     prompt = render(
         say("system", "SYS"),
         say("user", "a"),
         say("assistant", "b", reasoning_content="old"),
-        say("developer", "never mind"),
-        say("assistant", "c", reasoning_content="old too"),
         say("user", "d"),
         say("assistant", "e", reasoning_content="new", prefix=True),
     )
-    assert prompt == (f"{BOS}SYS{USER}a{BOT}</think>b{EOS}c{EOS}{USER}d{BOT}<think>new</think>e")
+    assert prompt == f"{BOS}SYS{USER}a{BOT}</think>b{EOS}{USER}d{BOT}<think>new</think>e"
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_developer_is_the_system_as_openais_clients_mean_it(thinking):
+    for others in ([say("user", "u")], [], [say("user", "u"), say("assistant", "a")]):
+        for place in range(len(others) + 1):
+            as_developer, as_system = (
+                [*others[:place], say(role, "S"), *others[place:], say("user", "more")]
+                for role in ("developer", "system")
+            )
+            expected = render(*as_system, thinking=thinking)
+            assert render(*as_developer, thinking=thinking) == expected and "S" in expected
+
+
+@pytest.mark.parametrize(("thinking", "end"), [(True, "<think>"), (False, "</think>")])
+@pytest.mark.parametrize(
+    ("roles", "text"),
+    [
+        ("s", "0"),
+        ("us", f"{USER}01"),
+        ("suas", f"0{USER}1{BOT}%2{EOS}3"),
+        ("usau", f"{USER}01{BOT}</think>2{EOS}{USER}3"),
+        ("au", f"{BOT}</think>0{EOS}{USER}1"),
+        ("uaau", f"{USER}0{BOT}</think>1{EOS}{BOT}</think>2{EOS}{USER}3"),
+        ("t", f"{USER}<tool_result>0</tool_result>"),
+        ("usu", f"{USER}01{USER}2"),
+    ],
+)
+def test_every_answer_is_opened_whatever_comes_before_it(roles, text, thinking, end):
+    names = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
+    messages = [say(names[role], str(index)) for index, role in enumerate(roles)]
+    expected = text.replace("%", "<think></think>" if thinking else "</think>")
+    assert render(*messages, thinking=thinking) == f"{BOS}{expected}{BOT}{end}"
+
+
+@pytest.mark.parametrize("roles", ["ur", "r", "sr", "urau", "uru", "uar", "ursa", "sura"])
+def test_a_reminder_that_would_be_written_into_an_answer_is_refused(roles):
+    names = {"s": "system", "u": "user", "a": "assistant", "r": "latest_reminder"}
+    messages = [say(names[role], str(index)) for index, role in enumerate(roles)]
+    if roles.endswith("a"):
+        messages[-1]["prefix"] = True
+    with pytest.raises(InvalidRequest, match="latest_reminder belongs before the question") as no:
+        render(*messages)
+    assert no.value.param == f"messages.{roles.index('r')}"
+
+
+def test_tools_stand_at_the_beginning_and_none_are_lost():
+    text = f"{BOS}\n\n{TOOLS_TEXT}"
+    assert render(say("user", "a"), say("system", "S"), tools=(TOOL,)).startswith(text + USER)
+    both = render(say("system", "S", tools=[{"name": "map"}]), say("user", "u"), tools=(TOOL,))
+    assert '{"name": "map"}\n{"name": "clock"' in both
+
+
+ROLES = ["system", "developer", "user", "assistant", "tool", "latest_reminder"]
+
+
+def stated(messages, *, thinking, tools):
+    """The rules once more, from the answers' side: what each message adds, given its neighbours."""
+    roles = ["system" if m["role"] == "developer" else m["role"] for m in messages]
+    asked = [index for index, role in enumerate(roles) if role in ("user", "tool")]
+    head = f"\n\n{TOOLS_TEXT}" if tools else ""
+    text, leading = BOS, roles[0] == "system"
+    text += "" if leading else head
+    for index, (role, message) in enumerate(zip(roles, messages, strict=True)):
+        thinks = thinking and (tools or not asked or index > asked[-1])
+        content = message["content"]
+        if role == "tool":
+            content = f"<tool_result>{content}</tool_result>"
+        if role in ("user", "tool"):
+            joined = index > 0 and roles[index - 1] in ("user", "tool")
+            text += ("\n\n" if joined else USER) + content
+        elif role == "assistant":
+            thought = f"<think>{message['reasoning_content']}" if thinks else ""
+            text += f"{BOT}{thought}</think>{content}" + ("" if message.get("prefix") else EOS)
+        else:
+            text += ("<｜latest_reminder｜>" if role == "latest_reminder" else "") + content
+        text += head if leading and index == 0 else ""
+    if roles[-1] != "assistant":
+        text += BOT + ("<think>" if thinking else "</think>")
+    return text
+
+
+def test_any_order_of_roles_is_as_the_rules_say_or_refused_with_a_reason():
+    seed = random.randrange(2**32)
+    print(f"seed={seed}")
+    rng, refused = random.Random(seed), 0
+    for _ in range(3000):
+        messages = []
+        for index in range(rng.randrange(1, 8)):
+            message = say(rng.choice(ROLES), f"text {index}.")
+            if message["role"] == "assistant":
+                message["reasoning_content"] = f"thought {index}."
+            messages.append(message)
+        if messages[-1]["role"] == "assistant":
+            messages[-1]["prefix"] = True
+        thinking, tools = rng.random() < 0.5, rng.random() < 0.5
+        try:
+            prompt = render(*messages, thinking=thinking, tools=(TOOL,) if tools else ())
+        except InvalidRequest as error:
+            assert "latest_reminder" in str(error) and error.param.startswith("messages.")
+            refused += 1
+            continue
+        assert prompt == stated(messages, thinking=thinking, tools=tools), messages
+    assert 0 < refused < 2000
 
 
 def test_reminders_and_developers_with_tools_have_their_places():
