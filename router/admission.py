@@ -17,7 +17,7 @@ from sluice.router.service import Job, RouterService
 class Asked:
     """A request as it was read. arrived: time.monotonic(). grammar: what the answer follows.
 
-    traceparent, end_of_reasoning: see Job.
+    traceparent, end_of_reasoning, begin_of_calls: see Job.
     """
 
     request_id: str
@@ -28,10 +28,18 @@ class Asked:
     traceparent: str
     grammar: str = ""
     end_of_reasoning: int | None = None
+    begin_of_calls: tuple[str, ...] = ()
 
     @property
     def is_chat(self) -> bool:
         return isinstance(self.schema, ChatRequest)
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """Where a call has to come there is no text that could be stopped."""
+        schema = self.schema
+        forced = isinstance(schema, ChatRequest) and schema.must_call is not None
+        return () if forced else tuple(schema.stop)
 
 
 def make_jobs(service: RouterService, asked: Asked) -> list[Job]:
@@ -67,10 +75,11 @@ def make_jobs(service: RouterService, asked: Asked) -> list[Job]:
                 priority=schema.priority,
                 cache_salt=service.secret_salt(schema.cache_salt),
             ),
-            tuple(schema.stop),
+            asked.stop,
             asked.arrived,
             asked.traceparent,
             asked.end_of_reasoning,
+            asked.begin_of_calls,
         )
         for index, (prompt, sampling) in enumerate(requests)
     ]

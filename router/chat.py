@@ -111,6 +111,10 @@ class ChatEncoder:
         """The token that ends the reasoning with which the answer begins; None: it has none."""
         return self._format.end_of_reasoning(messages, self._understood(options))
 
+    def begin_of_calls(self, messages: Sequence[Message], options: ChatOptions) -> tuple[str, ...]:
+        """The texts of which one begins the tool calls; none if there cannot be calls."""
+        return self._format.begin_of_calls(messages, options)
+
     def grammar(self, messages: Sequence[Message], options: ChatOptions) -> str:
         """What the answer must follow for its tool calls to be as asked; "" for any text."""
         return self._format.grammar(messages, self._understood(options))

@@ -57,6 +57,7 @@ def completion_routes(service: RouterService) -> list[Route]:
             request.headers.get("traceparent", ""),
             grammar,
             service.encoder.end_of_reasoning(messages, options),
+            service.encoder.begin_of_calls(messages, options),
         )
         return await _respond(service, request, asked, choice)
 

@@ -84,6 +84,10 @@ class ChatFormat(Protocol):
         """The token that ends the reasoning with which the answer begins; None: it has none."""
         ...
 
+    def begin_of_calls(self, messages: Sequence[Message], options: ChatOptions) -> tuple[str, ...]:
+        """The texts of which one begins the tool calls; none if there cannot be calls."""
+        ...
+
     def grammar(self, messages: Sequence[Message], options: ChatOptions) -> str:
         """What the answer must follow for its tool calls to be as asked; "" for any text.
 

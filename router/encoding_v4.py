@@ -29,7 +29,7 @@ from sluice.engine.protocol import InvalidRequest
 from sluice.router import v4_text as v4
 from sluice.router.calls_v4 import calls_grammar
 from sluice.router.conversation import ChatOptions, Message, OutputParser
-from sluice.router.parser_v4 import V4Parser
+from sluice.router.parser_v4 import BEGIN_OF_CALLS, V4Parser
 
 # What stands beside the turns of question and answer.
 ASIDE = ("system", "latest_reminder")
@@ -89,6 +89,9 @@ class V4Format:
 
     def end_of_reasoning(self, messages: Sequence[Message], options: ChatOptions) -> int | None:
         return self._end_think_id if _reasons(messages, options) else None
+
+    def begin_of_calls(self, messages: Sequence[Message], options: ChatOptions) -> tuple[str, ...]:
+        return BEGIN_OF_CALLS if has_tools(messages, options) else ()
 
     def grammar(self, messages: Sequence[Message], options: ChatOptions) -> str:
         must = options.must_call is not None

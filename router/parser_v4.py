@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from sluice.router import v4_text as v4
 from sluice.router.conversation import CallPart, Part
+from sluice.router.stop import num_undecided
 
 OPEN_INVOKE = f"<{v4.DSML}invoke"
 OPEN_PARAMETER = f"<{v4.DSML}parameter"
@@ -22,6 +23,7 @@ INVOKE = re.compile(rf'<{v4.DSML}invoke\s+name="([^"]*)"\s*>')
 PARAMETER = re.compile(rf'<{v4.DSML}parameter\s+name="([^"]*)"(?:\s+string="(true|false)")?\s*>')
 TAGS = (OPEN_INVOKE, OPEN_PARAMETER, v4.CLOSE_INVOKE, v4.CLOSE_CALLS)
 GAPS = ("\n\n", "\n", "")  # what the format puts between content and calls
+BEGIN_OF_CALLS = tuple(gap + v4.OPEN_CALLS for gap in GAPS)
 VALUE_ENDS = [v4.CLOSE_PARAMETER, v4.CLOSE_INVOKE]  # the second where the first is missing
 
 
@@ -66,7 +68,7 @@ class V4Parser:
         self._begins = self._begins and v4.THINK.startswith(self._buffer)
         if self._begins:
             return False
-        markers = [v4.END_THINK] + [gap + v4.OPEN_CALLS for gap in GAPS if self._calls]
+        markers = [v4.END_THINK, *(BEGIN_OF_CALLS if self._calls else ())]
         text, marker = self._up_to(markers)
         self._think(text)
         if marker is None:
@@ -75,7 +77,7 @@ class V4Parser:
         return True
 
     def _content(self) -> bool:
-        markers = [gap + v4.OPEN_CALLS for gap in GAPS if self._calls]
+        markers = BEGIN_OF_CALLS if self._calls else ()
         text, marker = self._up_to(markers)
         self._say(text)
         if marker is not None:
@@ -175,7 +177,7 @@ class V4Parser:
         self._buffer = self._buffer[min(ends) :]
         return True
 
-    def _up_to(self, markers: list[str]) -> tuple[str, str | None]:
+    def _up_to(self, markers: Sequence[str]) -> tuple[str, str | None]:
         """Take text off the buffer: up to and with the first marker, or as far as it is certain."""
         found = [(self._buffer.find(marker), marker) for marker in markers]
         hits = [(at, marker) for at, marker in found if at >= 0]
@@ -183,7 +185,7 @@ class V4Parser:
             at, marker = min(hits, key=lambda hit: hit[0])
             text, self._buffer = self._buffer[:at], self._buffer[at + len(marker) :]
             return text, marker
-        keep = max((_num_undecided(self._buffer, marker) for marker in markers), default=0)
+        keep = num_undecided(self._buffer, markers)
         cut = len(self._buffer) - keep
         text, self._buffer = self._buffer[:cut], self._buffer[cut:]
         return text, None
@@ -203,14 +205,6 @@ class V4Parser:
     def _take(self) -> list[Part]:
         parts, self._parts = self._parts, []
         return parts
-
-
-def _num_undecided(text: str, marker: str) -> int:
-    """Length of the longest end of `text` that `marker` begins with."""
-    for length in range(min(len(marker) - 1, len(text)), 0, -1):
-        if marker.startswith(text[len(text) - length :]):
-            return length
-    return 0
 
 
 def _json(value: str) -> str:

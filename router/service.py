@@ -61,6 +61,7 @@ class Job:
 
     arrived: time.monotonic(). traceparent: the client's own, as it came. end_of_reasoning: the
     token that ends the reasoning with which the answer begins; None if it begins with none.
+    begin_of_calls: texts of which one begins its tool calls, which no stop string cuts.
     """
 
     request: GenerateRequest
@@ -68,6 +69,7 @@ class Job:
     arrived: float
     traceparent: str = ""
     end_of_reasoning: int | None = None
+    begin_of_calls: tuple[str, ...] = ()
 
     def span(self) -> Span:
         """The root of what we do for the request."""
@@ -250,7 +252,11 @@ class RouterService:
         request = job.request
         deadline = job.arrived + self.config.router.request_timeout_s
         text = OutputText(
-            self.checkpoint.tokenizer, job.stop, request.sampling.min_tokens, job.end_of_reasoning
+            self.checkpoint.tokenizer,
+            job.stop,
+            request.sampling.min_tokens,
+            job.end_of_reasoning,
+            job.begin_of_calls,
         )
         num_prompt_tokens = len(request.prompt_token_ids)
         with (

@@ -10,10 +10,13 @@ class StopFilter:
 
     The stop string that is complete first ends the text; of two that end at the same character
     the longer one counts. The stop string itself is not part of the text.
+
+    ends: from the first of these on, nothing is looked at any more: what follows is no text.
     """
 
-    def __init__(self, stop: Sequence[str]) -> None:
+    def __init__(self, stop: Sequence[str], ends: Sequence[str] = ()) -> None:
         self._stop = tuple(stop)
+        self._ends = tuple(ends)
         self._held = ""
         self.stopped = False
 
@@ -22,10 +25,15 @@ class StopFilter:
         if not self._stop or self.stopped:
             return "" if self.stopped else piece
         text = self._held + piece
-        if (start := self._first_match(text)) is not None:
+        found = [at for end in self._ends if (at := text.find(end)) >= 0]
+        watched = min(found, default=len(text) - num_undecided(text, self._ends))
+        if (start := self._first_match(text[:watched])) is not None:
             self.stopped, self._held = True, ""
             return text[:start]
-        keep = self._num_undecided(text)
+        if found:
+            self._stop, self._held = (), ""
+            return text
+        keep = max(len(text) - watched, num_undecided(text, self._stop))
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
@@ -40,11 +48,12 @@ class StopFilter:
         matches = [(start + length, start) for start, length in found if start >= 0]
         return min(matches)[1] if matches else None
 
-    def _num_undecided(self, text: str) -> int:
-        """Length of the longest end of `text` that a stop string may begin with."""
-        longest = max(len(stop) for stop in self._stop) - 1
-        for length in range(min(longest, len(text)), 0, -1):
-            end = text[len(text) - length :]
-            if any(stop.startswith(end) for stop in self._stop):
-                return length
-        return 0
+
+def num_undecided(text: str, markers: Sequence[str]) -> int:
+    """Length of the longest end of `text` that one of the markers begins with."""
+    longest = max((len(marker) for marker in markers), default=0) - 1
+    for length in range(min(longest, len(text)), 0, -1):
+        end = text[len(text) - length :]
+        if any(marker.startswith(end) for marker in markers):
+            return length
+    return 0

@@ -103,6 +103,9 @@ class TemplateFormat:
     def end_of_reasoning(self, messages: Sequence[Message], options: ChatOptions) -> int | None:
         return None
 
+    def begin_of_calls(self, messages: Sequence[Message], options: ChatOptions) -> tuple[str, ...]:
+        return ()
+
     def grammar(self, messages: Sequence[Message], options: ChatOptions) -> str:
         return ""  # where there are tools, `render` has refused them
 

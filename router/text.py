@@ -44,7 +44,8 @@ class OutputText:
     text and counts do not depend on how tokens were batched.
 
     min_tokens: a stop string may begin only after so many tokens. end_of_reasoning: the token that
-    ends the reasoning at the beginning; None if there is none.
+    ends the reasoning at the beginning; None if there is none. begin_of_calls: texts of which one
+    begins the tool calls at the end. Stop strings are looked for between the two only.
     """
 
     def __init__(
@@ -53,11 +54,12 @@ class OutputText:
         stop: Sequence[str],
         min_tokens: int = 0,
         end_of_reasoning: int | None = None,
+        begin_of_calls: Sequence[str] = (),
     ) -> None:
         self._end_of_reasoning = end_of_reasoning  # None once it has come
         self._num_reasoning_tokens = 0
         self._detokenizer = Detokenizer(tokenizer)
-        self._filter = StopFilter(stop)
+        self._filter = StopFilter(stop, ends=begin_of_calls)
         self._can_stop = bool(stop)
         self._min_tokens = min_tokens
         self._num_tokens = 0
@@ -77,14 +79,16 @@ class OutputText:
             if tokens.logprobs:
                 scored = Scored(group[0], self._num_characters, tokens.logprobs[index])
                 self._scored.append(scored)
+            reasoning = self._end_of_reasoning is not None
             self._count(group)
-            text += self._push(self._detokenizer.push(group))
+            text += self._push(self._detokenizer.push(group), reasoning=reasoning)
             if self._filter.stopped:
                 return self._delta(text, FinishReason.STOP)
         self._take_unseen(tokens, len(visible))
         if tokens.finish_reason is None:
             return self._delta(text, None)
-        text += self._push(self._detokenizer.flush())
+        rest = self._detokenizer.flush()
+        text += self._push(rest, reasoning=self._end_of_reasoning is not None)
         if self._filter.stopped:
             return self._delta(text, FinishReason.STOP)
         return self._delta(text + self._filter.flush(), tokens.finish_reason)
@@ -106,9 +110,11 @@ class OutputText:
             self._end_of_reasoning = None
         self._num_reasoning_tokens += token_ids.index(end) if end in token_ids else len(token_ids)
 
-    def _push(self, piece: str) -> str:
+    def _push(self, piece: str, *, reasoning: bool) -> str:
         self._num_characters += len(piece)
-        return piece if self._num_tokens <= self._min_tokens else self._filter.push(piece)
+        if reasoning or self._num_tokens <= self._min_tokens:
+            return piece
+        return self._filter.push(piece)
 
     def _delta(self, text: str, finish_reason: FinishReason | None) -> Delta:
         scored, self._scored = tuple(self._scored), []

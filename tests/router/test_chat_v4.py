@@ -102,6 +102,43 @@ async def test_usage_tells_reasoning_tokens_streamed_or_whole(v4, events, tokens
     assert stream[-1]["usage"] == usage
 
 
+@pytest.mark.parametrize("tokens_per_chunk", [1, 4])
+@pytest.mark.parametrize(
+    ("stop", "content"),
+    [
+        ("e", "H"),
+        (["think", "</think>", ">", "zz"], "Hello, user."),
+        (["me</think>H", "greets", ","], "Hello"),
+        (["H"], ""),
+    ],
+)
+async def test_stop_strings_apply_after_the_thinking(v4, events, stop, content, tokens_per_chunk):
+    v4.decodes["decode-0"].tokens_per_chunk = tokens_per_chunk
+    thought = "the user greets me"
+    answers(v4, f"{thought}</think>Hello, user.")
+    fields = {"max_tokens": 99, "stop": stop, "logprobs": True, "min_tokens": 2}
+    [choice] = (await v4.chat(**fields)).json()["choices"]
+    assert choice["message"]["reasoning_content"] == thought
+    assert choice["message"]["content"] == content and choice["finish_reason"] == "stop"
+    stream, _ = events((await v4.chat(stream=True, **fields)).text)
+    pieces = [event["choices"][0] for event in stream]
+    for field in ("content", "reasoning_content"):
+        said = "".join(piece["delta"].get(field, "") for piece in pieces)
+        assert said == choice["message"][field]
+    scored = [entry for piece in pieces for entry in piece["logprobs"]["content"]]
+    assert scored == choice["logprobs"]["content"]
+
+
+@pytest.mark.parametrize("stop", ["\n", "calls", "｜DSML｜", "Zü", '"', "2", ">"])
+@pytest.mark.parametrize("choice", ["auto", "required"])
+async def test_stop_strings_do_not_cut_calls(v4, stop, choice):
+    answers(v4, f"r</think>{'One moment.' if choice == 'auto' else ''}{CALL}")
+    fields = {"max_tokens": 600, "tools": TOOLS, "tool_choice": choice, "stop": stop}
+    [choice] = (await v4.chat(**fields)).json()["choices"]
+    [call] = choice["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"city": "Zürich ☕", "days": 2}
+
+
 async def test_without_thinking_no_token_is_reasoning(v4):
     answers(v4, "Hello!")
     usage = (await v4.chat(max_tokens=99, thinking={"type": "disabled"})).json()["usage"]

@@ -96,6 +96,26 @@ def test_nothing_of_a_stop_string_is_shown_early():
     assert stop_filter.push("op!") == "" and stop_filter.stopped
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("ab\n<calls>ba\nx", "ab\n<calls>ba\nx"),
+        ("ab\nb<calls>", "ab"),
+        ("ab\n<cal", "ab"),
+        ("ab\n\n<calls>x", "ab"),
+        ("abx<calls>", "ab"),
+    ],
+)
+def test_from_one_of_the_ends_on_nothing_stops_a_text(text, expected):
+    for pieces in ([text], list(text)):
+        stop_filter = StopFilter(["\n", "x", "alls"], ends=["\n<calls>", "<calls>"])
+        shown = "".join(stop_filter.push(piece) for piece in pieces)
+        if expected == "ab" and not stop_filter.stopped:
+            assert text == "ab\n<cal" and shown == "ab"  # not decided yet
+        else:
+            assert shown == expected and stop_filter.stopped == (expected == "ab")
+
+
 def test_text_without_a_match_passes_unchanged_however_it_is_cut():
     seed = random.randrange(2**32)
     print(f"seed={seed}")
