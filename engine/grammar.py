@@ -20,14 +20,10 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from sluice.engine.limits import check_size
+from sluice.engine.limits import WHITE_SPACE, check_size
 from sluice.engine.protocol import InvalidRequest, SamplingParams
 
 log = logging.getLogger(__name__)
-
-# Between the tokens of a JSON text: a space, or a line break with its indentation. A weak model
-# that may write any white space at all writes nothing else.
-WHITE_SPACE = r"(\n[ \t]{0,32}|[ ]?)"
 
 # Measured with a vocabulary of 128,000 tokens: a mask at the edge of the default fuel takes 4 to
 # 8 ms; 20,000 states of a lexer 9 MB, where the default's 250,000 are 110. A string of 10,000
@@ -62,11 +58,10 @@ class Grammars:
 
         Raises InvalidRequest for what it cannot do.
         """
-        if sampling.json_schema:
-            return self.matcher(sampling.json_schema)
         if sampling.grammar:
-            return self.matcher_of(sampling.grammar, param="tools")
-        return None
+            param = "response_format" if sampling.json_schema else "tools"
+            return self.matcher_of(sampling.grammar, param=param)
+        return self.matcher(sampling.json_schema) if sampling.json_schema else None
 
     def matcher(self, json_schema: str) -> Matcher:
         """A matcher at the output's beginning. Raises InvalidRequest for a schema it cannot do."""
@@ -94,15 +89,23 @@ class Grammars:
 
         It may take very long, and much memory: that is for the caller to bound.
         """
-        matcher, output = self.matcher_for(sampling), list[int]()
-        while matcher is not None and len(output) < PROBE_TOKENS:
-            allowed = np.flatnonzero(matcher.allowed())
-            if matcher.error is not None:
-                raise matcher.failure()
-            if matcher.complete or not len(allowed):
-                return
-            output.append(int(allowed[0]))
-            matcher.follow(output)
+        if (matcher := self.matcher_for(sampling)) is not None:
+            _probe(matcher)
+        if sampling.grammar and sampling.json_schema:  # by itself: reasoning may come before it
+            _probe(self.matcher(sampling.json_schema))
+
+
+def _probe(matcher: Matcher) -> None:
+    """Go some tokens into a text. Raises InvalidRequest where the grammar cannot go on."""
+    output: list[int] = []
+    while len(output) < PROBE_TOKENS:
+        allowed = np.flatnonzero(matcher.allowed())
+        if matcher.error is not None:
+            raise matcher.failure()
+        if matcher.complete or not len(allowed):
+            return
+        output.append(int(allowed[0]))
+        matcher.follow(output)
 
 
 class Matcher:

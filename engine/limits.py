@@ -13,6 +13,10 @@ MAX_BIASES = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_TOP_LOGPROBS = 20
 
+# Between the tokens of a JSON text: a space, or a line break with its indentation. A weak model
+# that may write any white space at all writes nothing else.
+WHITE_SPACE = r"(\n[ \t]{0,32}|[ ]?)"
+
 # Characters of a JSON schema, or of the grammar of tools; those in use have a few thousand.
 MAX_SCHEMA_CHARACTERS = 256 << 10
 

@@ -159,7 +159,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what to add to its logit)
     num_top_logprobs: int | None = None  # report log-probabilities: so many of the likeliest too
     json_schema: str = ""  # the output is a JSON text that this schema allows; "" for any text
-    grammar: str = ""  # the output is a text of this grammar, in llguidance's words
+    grammar: str = ""  # llguidance's words for what the output is; json_schema is part of it then
 
 
 @dataclass(frozen=True)

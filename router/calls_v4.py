@@ -1,6 +1,7 @@
-"""Grammars of DeepSeek-V4's tool calls: which outputs call which functions with which arguments.
+"""Grammars of DeepSeek-V4's answers: which outputs call which functions with which arguments.
 
     reasoning </think> <tool_calls> { <invoke> { <parameter> value </parameter> } </invoke> } ...
+    reasoning </think> JSON
 
 Written for llguidance. Arguments come in the order of their schema, required ones always; strings
 are any text up to the parameter's end (or one of an enum), everything else is JSON of its schema.
@@ -14,7 +15,7 @@ from typing import Any
 
 from llguidance import LLMatcher
 
-from sluice.engine.limits import check_size
+from sluice.engine.limits import WHITE_SPACE, check_size
 from sluice.router import v4_text as v4
 
 Schema = Mapping[str, Any]
@@ -25,28 +26,41 @@ AS_TEXT, AS_JSON = '" string="true">', '" string="false">'
 NO_STRINGS = frozenset({"number", "integer", "boolean", "array", "object", "null"})
 # JSON as the model was shown it. Left to itself, a weak model writes white space for ever.
 SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+FREE_LAYOUT = {"whitespace_pattern": WHITE_SPACE}  # as where an answer is nothing but JSON
 
 
-def calls_grammar(
-    tools: Sequence[Schema], *, must: bool, parallel: bool, end_think_id: int | None
+def answer_grammar(
+    tools: Sequence[Schema],
+    *,
+    must: bool,
+    parallel: bool,
+    end_think_id: int | None,
+    json_schema: str | None = None,
 ) -> str:
-    """A grammar for outputs that call these functions.
+    """A grammar for outputs that call these functions, or are JSON of that schema.
 
-    must: there is nothing but a call, else text may come before it, or without one. parallel: there
-    may be several calls. end_think_id: the output begins with reasoning, which this token ends.
+    must: there is nothing but a call, else text may come before it, or without one; with a schema
+    there is no text, but either calls or JSON. parallel: there may be several calls. end_think_id:
+    the output begins with reasoning, which this token ends.
     Raises InvalidRequest for schemas that are too long. Whether llguidance can follow the grammar
     is for router/grammars.py to find out.
     """
     thought = "" if end_think_id is None else f"THOUGHT? <[{end_think_id}]> "
-    opened = _text("\n\n", v4.OPEN_CALLS) if must else "before"
+    is_json = json_schema is not None and not must
+    opened = _text("\n\n", v4.OPEN_CALLS) if must or is_json else "before"
+    answers = [*(["calls"] if tools else []), *(["json"] if is_json else [])]
     rules = [
-        f"start: {thought}{'calls' if must else '(TEXT? | calls)'}",
+        f"start: {thought}({' | '.join(answers if must or is_json else [*answers, 'TEXT?'])})",
         _without("THOUGHT", v4.END_THINK),
         _without("TEXT", v4.OPEN_CALLS),
         f"before[lazy]: /(.|\\n)*{_regex(v4.OPEN_CALLS)}/",
-        f"calls: {opened} call{'+' if parallel else ''} {_text(NEW_LINE, v4.CLOSE_CALLS)}",
-        "call: " + " | ".join(f"call_{index}" for index in range(len(tools))),
     ]
+    if is_json:
+        rules.append(f"json: %json {_json(json.loads(json_schema or ''), FREE_LAYOUT)}")
+    if tools:
+        more = "+" if parallel else ""
+        rules.append(f"calls: {opened} call{more} {_text(NEW_LINE, v4.CLOSE_CALLS)}")
+        rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(tools))))
     text = "\n".join((*rules, *_any_parameter()))
     for rule in (r for index, tool in enumerate(tools) for r in _function(f"call_{index}", tool)):
         text += "\n" + rule
@@ -106,8 +120,8 @@ def _with_definitions(value: Any, root: Schema) -> Schema:
     return {**shared, **value} if isinstance(value, dict) else shared
 
 
-def _json(schema: Schema) -> str:
-    return json.dumps({**schema, "x-guidance": SEPARATORS}, ensure_ascii=False)
+def _json(schema: Schema, layout: Mapping[str, Any] = SEPARATORS) -> str:
+    return json.dumps({**schema, "x-guidance": layout}, ensure_ascii=False)
 
 
 def _without(rule: str, marker: str) -> str:

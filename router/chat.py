@@ -116,7 +116,7 @@ class ChatEncoder:
         return self._format.begin_of_calls(messages, options)
 
     def grammar(self, messages: Sequence[Message], options: ChatOptions) -> str:
-        """What the answer must follow for its tool calls to be as asked; "" for any text."""
+        """What the answer must follow where the JSON schema alone does not say it; "" otherwise."""
         return self._format.grammar(messages, self._understood(options))
 
     def _understood(self, options: ChatOptions) -> ChatOptions:

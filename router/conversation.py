@@ -89,7 +89,7 @@ class ChatFormat(Protocol):
         ...
 
     def grammar(self, messages: Sequence[Message], options: ChatOptions) -> str:
-        """What the answer must follow for its tool calls to be as asked; "" for any text.
+        """What the answer must follow where the JSON schema alone does not say it; "" otherwise.
 
         Raises InvalidRequest for schemas that no grammar can be made of.
         """

@@ -27,7 +27,7 @@ import jiter
 
 from sluice.engine.protocol import InvalidRequest
 from sluice.router import v4_text as v4
-from sluice.router.calls_v4 import calls_grammar
+from sluice.router.calls_v4 import answer_grammar
 from sluice.router.conversation import ChatOptions, Message, OutputParser
 from sluice.router.parser_v4 import BEGIN_OF_CALLS, V4Parser
 
@@ -94,15 +94,20 @@ class V4Format:
         return BEGIN_OF_CALLS if has_tools(messages, options) else ()
 
     def grammar(self, messages: Sequence[Message], options: ChatOptions) -> str:
-        must = options.must_call is not None
-        if not options.tools or (options.parallel_calls and not must):
+        must, end_think_id = options.must_call is not None, self.end_of_reasoning(messages, options)
+        if options.json_schema is None:
+            needs_one = options.tools and (must or not options.parallel_calls)
+        else:
+            needs_one = options.tools or end_think_id is not None
+        if not needs_one:
             return ""
         called = options.must_call or {tool["name"] for tool in options.tools}
-        return calls_grammar(
+        return answer_grammar(
             [tool for tool in options.tools if tool["name"] in called],
             must=must,
             parallel=options.parallel_calls,
-            end_think_id=self.end_of_reasoning(messages, options),
+            end_think_id=end_think_id,
+            json_schema=options.json_schema,
         )
 
 
@@ -113,10 +118,12 @@ def _reasons(messages: Sequence[Message], options: ChatOptions) -> bool:
 
 
 def is_thinking(options: ChatOptions) -> bool:
-    """Thinking is the default, as in DeepSeek's own API, but a JSON answer leaves no room."""
+    """Thinking is the default, as in DeepSeek's own API, except where JSON is asked for."""
     if options.thinking is not None:
         return options.thinking
-    return options.effort != "none" and options.json_schema is None
+    if options.effort is not None:
+        return options.effort != "none"
+    return options.json_schema is None
 
 
 def has_tools(messages: Sequence[Message], options: ChatOptions) -> bool:
@@ -130,15 +137,10 @@ def _check(messages: Sequence[Message], options: ChatOptions) -> None:
             "reasoning_effort: 'none' while thinking is enabled, expected one of the two",
             param="reasoning_effort",
         )
-    if options.json_schema is not None and is_thinking(options):
+    if options.json_schema is not None and any(message.get("tools") for message in messages):
         raise InvalidRequest(
-            "response_format: JSON leaves no room for reasoning; leave thinking and "
-            "reasoning_effort out",
-            param="response_format",
-        )
-    if options.json_schema is not None and has_tools(messages, options):
-        raise InvalidRequest(
-            "response_format: JSON leaves no room for tool calls; leave one of the two out",
+            "response_format: not supported with tools of a message; send them as `tools` of the "
+            "request",
             param="response_format",
         )
     last = messages[-1]

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from sluice.engine.grammar import Grammars
 from sluice.engine.protocol import InvalidRequest
-from sluice.router.calls_v4 import calls_grammar
+from sluice.router.calls_v4 import answer_grammar
 from sluice.router.conversation import ChatOptions
 from sluice.router.encoding_v4 import V4Format
 from sluice.router.parser_v4 import V4Parser
@@ -81,8 +81,8 @@ def written(*calls, content=""):
     return text[text.index(END_THINK) + len(END_THINK) : text.index(EOS)]
 
 
-def grammar(*tools, must=True, parallel=True, end_think_id=None):
-    return calls_grammar(tools, must=must, parallel=parallel, end_think_id=end_think_id)
+def grammar(*tools, must=True, parallel=True, **options):
+    return answer_grammar(tools, must=must, parallel=parallel, **{"end_think_id": None} | options)
 
 
 @pytest.mark.parametrize(
@@ -124,6 +124,40 @@ def test_reasoning_comes_first_where_the_model_thinks(tokenizer, follows):
     for reasoning in ("", "let me see\n < ", f"a {OPEN_CALLS} maybe"):
         assert follows(thinking, reasoning + END_THINK + written(("clock", {})))
     assert not follows(thinking, written(("clock", {})))
+
+
+JSON = '{"type": "object", "properties": {"a": {"$ref": "#/$defs/n"}}, "required": ["a"], \
+"$defs": {"n": {"type": "integer"}}}'
+
+
+def test_json_comes_after_free_reasoning(tokenizer, follows):
+    end_think_id = tokenizer[0].token_to_id(END_THINK)
+    thinking = grammar(must=False, end_think_id=end_think_id, json_schema=JSON)
+    for reasoning in ("", 'let me {"a": "x"}\n', f"a {OPEN_CALLS} maybe"):
+        for answer in ('{"a": 1}', '{\n  "a": 1\n}'):
+            assert follows(thinking, reasoning + END_THINK + answer)
+        for answer in ("", "{}", '{"a": "x"}', 'It is {"a": 1}', '{"a": 1}.'):
+            assert not follows(thinking, reasoning + END_THINK + answer)
+    assert not follows(thinking, '{"a": 1}')
+
+
+def test_with_a_schema_and_tools_there_are_calls_or_json(tokenizer, follows):
+    for end_think_id in (None, tokenizer[0].token_to_id(END_THINK)):
+        either = grammar(WEATHER, must=False, end_think_id=end_think_id, json_schema=JSON)
+        before = "" if end_think_id is None else f"hm{END_THINK}"
+        for answer, passes in (
+            ('{"a": 1}', True),
+            (written(("weather", GOOD)), True),
+            (written(("weather", GOOD), ("weather", GOOD)), True),
+            ("", False),
+            ("Hello", False),
+            ('{"a": "x"}', False),
+            (written(("weather", GOOD | {"unit": "K"})), False),
+            (written(("weather", GOOD), content='{"a": 1}'), False),
+        ):
+            assert follows(either, before + answer) is passes, answer
+    must = grammar(WEATHER, json_schema=JSON)
+    assert follows(must, written(("weather", GOOD))) and not follows(must, '{"a": 1}')
 
 
 def test_any_path_through_the_grammar_is_read_as_calls_with_valid_arguments(tokenizer, matcher_of):

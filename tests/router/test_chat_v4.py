@@ -139,6 +139,34 @@ async def test_stop_strings_do_not_cut_calls(v4, stop, choice):
     assert json.loads(call["function"]["arguments"]) == {"city": "Zürich ☕", "days": 2}
 
 
+FORM = {"type": "json_schema", "json_schema": {"schema": {"type": "object", "default": None}}}
+
+
+@pytest.mark.parametrize("fields", [{"reasoning_effort": "high"}, {"tools": TOOLS}])
+async def test_json_after_reasoning_or_beside_tools_reaches_nodes_as_a_grammar(v4, events, fields):
+    thought = "hm</think>" if "reasoning_effort" in fields else ""
+    answers(v4, f'{thought}{{"a": 1}}')
+    fields |= {"max_tokens": 60, "response_format": FORM, "logprobs": True}
+    seen = v4.seen_requests()
+    [choice] = (await v4.chat(**fields)).json()["choices"]
+    assert '"default": null' in seen[0].sampling.grammar.replace("\\", "")
+    assert choice["message"]["content"] == '{"a": 1}' and choice["finish_reason"] == "stop"
+    assert choice["message"].get("reasoning_content") == ("hm" if thought else None)
+    stream, _ = events((await v4.chat(stream=True, **fields)).text)
+    said = "".join(event["choices"][0]["delta"].get("content", "") for event in stream)
+    assert said == '{"a": 1}'
+
+
+@pytest.mark.parametrize("fields", [{"reasoning_effort": "high"}, {"tools": TOOLS}])
+async def test_a_schema_that_no_grammar_follows_is_refused_there_as_well(v4, fields):
+    for schema in ({"type": "nothing"}, {"$ref": "#"}, {"a": {}, "not": {}}):
+        form = {"type": "json_schema", "json_schema": {"schema": schema}}
+        answer = await v4.chat(response_format=form, **fields)
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"] == "response_format"
+    assert not v4.decodes["decode-0"].calls
+
+
 async def test_without_thinking_no_token_is_reasoning(v4):
     answers(v4, "Hello!")
     usage = (await v4.chat(max_tokens=99, thinking={"type": "disabled"})).json()["usage"]
@@ -197,6 +225,8 @@ async def test_tool_choice_none_shows_no_tools_and_reads_no_calls(v4):
         ({"thinking": {"type": "disabled"}}, "</think>"),
         ({"reasoning_effort": "none"}, "</think>"),
         ({"response_format": {"type": "json_object"}}, "</think>"),
+        ({"response_format": {"type": "json_object"}, "reasoning_effort": "high"}, "<think>"),
+        ({"response_format": {"type": "json_object"}, "thinking": {"type": "enabled"}}, "<think>"),
     ],
 )
 async def test_the_mode_follows_the_request(v4, fields, end):
@@ -230,12 +260,9 @@ def test_the_config_may_name_another_release_than_the_folder_does(
 
 
 async def test_contradictions_are_refused_before_any_node(v4):
-    for fields, param in (
-        ({"reasoning_effort": "none", "thinking": {"type": "enabled"}}, "reasoning_effort"),
-        ({"response_format": {"type": "json_object"}, "tools": TOOLS}, "response_format"),
-    ):
-        answer = await v4.chat(**fields)
-        assert answer.status_code == 400 and answer.json()["error"]["param"] == param
+    fields = {"reasoning_effort": "none", "thinking": {"type": "enabled"}}
+    answer = await v4.chat(**fields)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "reasoning_effort"
     assert not v4.decodes["decode-0"].calls
 
 

@@ -279,8 +279,14 @@ def test_neighbouring_users_are_one_turn():
     assert prompt == f"{BOS}{USER}a\n\nb{BOT}</think>"
 
 
-def test_an_answer_schema_follows_the_system_text_and_leaves_no_thinking():
+def test_an_answer_schema_follows_the_system_text_and_thinking_is_on_where_it_is_asked_for():
     schema = '{"type": "object"}'
+    for asked in ({"thinking": True}, {"effort": "high"}, {"thinking": True, "effort": "max"}):
+        assert render(say("user", "u"), json_schema=schema, **asked).endswith(f"{BOT}<think>")
+    for asked in ({}, {"thinking": False}, {"effort": "none"}):
+        assert render(say("user", "u"), json_schema=schema, **asked).endswith(f"{BOT}</think>")
+    both = render(say("user", "u"), json_schema=schema, show_schema=True, tools=(TOOL,))
+    assert both.startswith(f"{BOS}\n\n{TOOLS_TEXT}\n\n## Response Format:")
     prompt = render(say("user", "u"), json_schema=schema, show_schema=True)
     assert prompt == (
         f"{BOS}\n\n## Response Format:\n\nYou MUST strictly adhere to the following schema to "
@@ -302,8 +308,11 @@ def test_with_tools_a_prompt_and_its_answer_begin_the_next_prompt():
         ([say("user", "u"), say("assistant", "a")], {}, "messages"),
         ([say("assistant", "a", prefix=True), say("user", "u")], {}, "messages.0.prefix"),
         ([say("user", "u")], dict(thinking=True, effort="none"), "reasoning_effort"),
-        ([say("user", "u")], dict(thinking=True, json_schema="{}"), "response_format"),
-        ([say("user", "u")], dict(tools=(TOOL,), json_schema="{}"), "response_format"),
+        (
+            [say("system", "", tools=[TOOL]), say("user", "u")],
+            dict(json_schema="{}"),
+            "response_format",
+        ),
     ],
 )
 def test_contradictions_are_refused_by_name(messages, options, param):
