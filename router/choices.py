@@ -87,11 +87,21 @@ class TextChoice:
 
 
 class ChatChoice:
-    """A choice of /v1/chat/completions, read by the checkpoint's parser."""
+    """A choice of /v1/chat/completions, read by the checkpoint's parser.
+
+    must_call: it consists of calls; what is none, such as the beginning of one, is no content.
+    """
 
     def __init__(
-        self, index: int, texts: TokenTexts, *, parser: OutputParser, with_logprobs: bool
+        self,
+        index: int,
+        texts: TokenTexts,
+        *,
+        parser: OutputParser,
+        with_logprobs: bool,
+        must_call: bool = False,
     ) -> None:
+        self._must_call = must_call
         self._index = index
         self._texts = texts
         self._parser = parser
@@ -100,7 +110,8 @@ class ChatChoice:
         self._has_calls = False
 
     def opening(self) -> list[Entry]:
-        return [self._entry({"delta": {"role": "assistant", "content": ""}}, None)]
+        content = None if self._must_call else ""
+        return [self._entry({"delta": {"role": "assistant", "content": content}}, None)]
 
     def entries(self, delta: Delta) -> list[Entry]:
         entries = [self._entry({"delta": _delta_of(part)}, None) for part in self._parts(delta)]
@@ -115,6 +126,7 @@ class ChatChoice:
             message["reasoning_content"] = reasoning
         if calls := _calls_of([part.call for part in parts if part.call is not None]):
             message["tool_calls"] = calls
+        if calls or self._must_call:
             message["content"] = message["content"] or None
         return self._entry({"message": message}, deltas[-1].finish_reason)
 
@@ -123,6 +135,8 @@ class ChatChoice:
         parts = self._parser.push(delta.text)
         if delta.finish_reason is not None:
             parts += self._parser.flush(complete=delta.finish_reason is FinishReason.STOP)
+        if self._must_call:
+            parts = [part for part in parts if not part.content]
         self._has_calls = self._has_calls or any(part.call for part in parts)
         return parts
 

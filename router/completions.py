@@ -46,6 +46,7 @@ def completion_routes(service: RouterService) -> list[Route]:
                 service.token_texts,
                 parser=service.encoder.parser(messages, options),
                 with_logprobs=schema.logprobs,
+                must_call=schema.must_call is not None,
             )
 
         asked = Asked(

@@ -4,7 +4,8 @@
 
 The markers are whole only when all their text is there, so whatever may be the beginning of one is
 held back until that is decided. Models make mistakes: missing ends are supplied, a call from within
-the reasoning ends it, and text that belongs nowhere is content; nothing that was said is lost.
+the reasoning ends it, and text that belongs nowhere is content; nothing that was said is lost, but
+for markers of which only the beginning has come: they are never text.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class V4Parser:
         self._num_parameters = 0
         self._is_string = False
         self._begins = True
+        self._has_said = False
         self._step: Callable[[], bool] = self._reasoning if reasoning else self._content
 
     def push(self, text: str) -> list[Part]:
@@ -50,17 +52,30 @@ class V4Parser:
         """complete: ends that the model left out are supplied; else calls stay as they are."""
         in_call = self._step in (self._between_parameters, self._string, self._value)
         if self._step == self._reasoning:
-            self._think(self._buffer)
+            self._think(self._rest(complete=complete))
         elif self._step in (self._string, self._value):
             text, _ = self._up_to(VALUE_ENDS)  # the beginning of an end is no part of the value
             is_cut = self._step == self._value and not complete
             self._argue(text if is_cut else self._argument(text))
-        elif self._step == self._content or self._buffer.strip():
-            self._say(self._buffer)
+        elif self._step == self._content:
+            self._say(self._rest(complete=complete))
+        else:
+            self._say(self._before_tags().strip())
         self._buffer = ""
         if in_call and complete:
             self._close_call()
         return self._take()
+
+    def _rest(self, *, complete: bool) -> str:
+        """What was held back, unless it is the beginning of a marker as far as one can tell."""
+        is_marker = "<" in self._buffer or not self._has_said
+        is_cut = self._buffer and not complete and is_marker
+        return "" if is_cut or v4.DSML in self._buffer else self._buffer
+
+    def _before_tags(self) -> str:
+        found = [at for tag in TAGS if (at := self._buffer.find(tag)) >= 0]
+        end = len(self._buffer) - num_undecided(self._buffer, TAGS)
+        return self._buffer[: min(found, default=end)]
 
     def _reasoning(self) -> bool:
         if self._begins and self._buffer.startswith(v4.THINK):
@@ -144,10 +159,11 @@ class V4Parser:
         self._num_parameters = 0
         self._parts.append(Part(call=CallPart(self._num_calls, name, "")))
         self._num_calls += 1
+        self._argue("{")
         self._step = self._between_parameters
 
     def _open_parameter(self, name: str, is_string: str | None) -> None:
-        self._argue(("{" if self._num_parameters == 0 else ", ") + _json(name) + ": ")
+        self._argue(("" if self._num_parameters == 0 else ", ") + _json(name) + ": ")
         self._num_parameters += 1
         self._is_string = is_string == "true"
         if self._is_string:
@@ -158,7 +174,7 @@ class V4Parser:
         if self._is_string:
             self._argue('"')
             self._is_string = False
-        self._argue("}" if self._num_parameters else "{}")
+        self._argue("}")
         self._step = self._between_calls
 
     def _header(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
@@ -192,6 +208,7 @@ class V4Parser:
 
     def _say(self, text: str) -> None:
         if text:
+            self._has_said = True
             self._parts.append(Part(content=text))
 
     def _think(self, text: str) -> None:

@@ -167,6 +167,27 @@ async def test_a_schema_that_no_grammar_follows_is_refused_there_as_well(v4, fie
     assert not v4.decodes["decode-0"].calls
 
 
+@pytest.mark.parametrize("tokens_per_chunk", [1, 3])
+async def test_a_forced_call_that_is_cut_off_has_no_content(v4, events, tokens_per_chunk):
+    v4.decodes["decode-0"].tokens_per_chunk = tokens_per_chunk
+    output = f"r</think>{CALL}"
+    answers(v4, output)
+    whole = '{"city": "Zürich ☕", "days": 2}'
+    for max_tokens in range(1, len(v4.ids(output)) + 1):
+        fields = {"tools": TOOLS, "tool_choice": "required", "max_tokens": max_tokens}
+        [choice] = (await v4.chat(**fields)).json()["choices"]
+        message = choice["message"]
+        assert message["content"] is None and choice["finish_reason"] == "length"
+        [call] = message.get("tool_calls", [None])
+        arguments = call["function"]["arguments"] if call else None
+        assert call is None or (arguments and whole.startswith(arguments.replace("\ufffd", "")))
+        stream, _ = events((await v4.chat(stream=True, **fields)).text)
+        deltas = [event["choices"][0]["delta"] for event in stream]
+        assert not any(delta.get("content") for delta in deltas)
+        pieces = [piece["function"] for d in deltas for piece in d.get("tool_calls", ())]
+        assert "".join(piece["arguments"] for piece in pieces) == (arguments or "")
+
+
 async def test_without_thinking_no_token_is_reasoning(v4):
     answers(v4, "Hello!")
     usage = (await v4.chat(max_tokens=99, thinking={"type": "disabled"})).json()["usage"]

@@ -76,7 +76,9 @@ OUTPUTS = [
         f"</think>{OPEN}what is this {call('f')}and this{CLOSE}",
         ("", "what is this and this", [("f", {})]),
     ),
-    (f"</think>{OPEN}\n<｜DSML｜invoke nam", ("", "<｜DSML｜invoke nam", [])),
+    (f"</think>{OPEN}\n<｜DSML｜invoke nam", ("", "", [])),
+    (f"</think>{OPEN}\nwhat? <｜DSML", ("", "what?", [])),
+    ("</think>a\n\n<｜DSML｜tool_c", ("", "a", [])),
     (f"</think>a {CLOSE} b <｜DSML｜invoke", ("", f"a {CLOSE} b <｜DSML｜invoke", [])),
 ]
 
@@ -103,12 +105,19 @@ def test_without_tools_calls_are_text_and_without_thinking_ends_are_too():
     assert parsed([output], reasoning=False, calls=False) == ("", output, [])
 
 
-def test_a_cut_off_call_stays_as_it_is():
-    output = block(WEATHER)
+@pytest.mark.parametrize("content", ["", "One moment."])
+@pytest.mark.parametrize("thought", ["", "hm </think>"])
+def test_wherever_a_call_is_cut_off_there_is_no_markup_and_the_beginning_of_json(content, thought):
+    output = thought + content + block(WEATHER, WEATHER)
+    whole = json.dumps(WEATHER_ARGUMENTS, ensure_ascii=False)
     for end in range(len(output)):
-        _, _, calls = parsed([output[:end]], reasoning=False, complete=False)
-        whole = json.dumps(WEATHER_ARGUMENTS, ensure_ascii=False)
-        assert all(name == "weather" and whole.startswith(a) for name, a in calls)
+        pieces = output[:end], list(output[:end])
+        both = [parsed(p, reasoning=bool(thought), complete=False) for p in pieces]
+        reasoning, said, calls = both[0]
+        assert both[0] == both[1]
+        assert (f"{content}\n\n" if content else "").startswith(said)
+        assert "hm ".startswith(reasoning)
+        assert all(name == "weather" and a and whole.startswith(a) for name, a in calls)
 
 
 def test_long_strings_are_passed_on_while_they_come():
