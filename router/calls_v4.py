@@ -3,8 +3,9 @@
     reasoning </think> <tool_calls> { <invoke> { <parameter> value </parameter> } </invoke> } ...
     reasoning </think> JSON
 
-Written for llguidance. Arguments come in the order of their schema, required ones always; strings
-are any text up to the parameter's end (or one of an enum), everything else is JSON of its schema.
+Written for llguidance. Arguments come in the order of their schema, required ones always. Strings
+are text up to the parameter's end, within the bounds of their schema; everything else is JSON of
+its schema, and what may be both is either.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ from typing import Any
 from llguidance import LLMatcher
 
 from sluice.engine.limits import WHITE_SPACE, check_size
+from sluice.engine.protocol import InvalidRequest
 from sluice.router import v4_text as v4
+from sluice.router.parameters import Budget, Form, Parameters, Texts
 
 Schema = Mapping[str, Any]
 
 NEW_LINE = "\n"
 AS_TEXT, AS_JSON = '" string="true">', '" string="false">'
 
-NO_STRINGS = frozenset({"number", "integer", "boolean", "array", "object", "null"})
 # JSON as the model was shown it. Left to itself, a weak model writes white space for ever.
 SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 FREE_LAYOUT = {"whitespace_pattern": WHITE_SPACE}  # as where an answer is nothing but JSON
@@ -54,6 +56,9 @@ def answer_grammar(
         _without("THOUGHT", v4.END_THINK),
         _without("TEXT", v4.OPEN_CALLS),
         f"before[lazy]: /(.|\\n)*{_regex(v4.OPEN_CALLS)}/",
+        "value[lazy]: VALUE",
+        f"VALUE: /(.|\\n)*{_regex(v4.CLOSE_PARAMETER)}/ & {NO_OTHER_END}",
+        r'NAME: /[^"<>\n]+/',
     ]
     if is_json:
         rules.append(f"json: %json {_json(json.loads(json_schema or ''), FREE_LAYOUT)}")
@@ -61,63 +66,72 @@ def answer_grammar(
         more = "+" if parallel else ""
         rules.append(f"calls: {opened} call{more} {_text(NEW_LINE, v4.CLOSE_CALLS)}")
         rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(tools))))
-    text = "\n".join((*rules, *_any_parameter()))
-    for rule in (r for index, tool in enumerate(tools) for r in _function(f"call_{index}", tool)):
-        text += "\n" + rule
-        check_size(text, "tools")  # as it grows: each parameter brings all definitions along
+    text, budget = "\n".join(rules), Budget()
+    for index, tool in enumerate(tools):
+        for rule in _function(f"call_{index}", tool, budget):
+            text += "\n" + rule
+            check_size(text, "tools")  # as it grows: parameters bring definitions along
     return str(LLMatcher.grammar_from_lark(text))
 
 
-def _any_parameter() -> Iterator[str]:
-    """Rules for values, and for the arguments of a function that does not say which it has."""
-    head, end = _text(f'<{v4.DSML}parameter name="'), _text(v4.CLOSE_PARAMETER)
-    yield f"value[lazy]: /(.|\\n)*{_regex(v4.CLOSE_PARAMETER)}/"
-    yield r'NAME: /[^"<>\n]+/'
-    yield f"any: %json {_json({})}"
-    yield f"any_parameter: {head} NAME ({_text(AS_TEXT)} value | {_text(AS_JSON)} any {end})"
-
-
-def _function(rule: str, function: Schema) -> Iterator[str]:
+def _function(rule: str, function: Schema, budget: Budget) -> Iterator[str]:
     """Rules for one call of the function, from the line break before it."""
-    schema = function.get("parameters") or {}
-    properties = schema.get("properties") or {}
-    required = schema.get("required") or ()
-    parts = [_text(NEW_LINE, f'<{v4.DSML}invoke name="{function["name"]}">', NEW_LINE)]
-    for index, (name, value) in enumerate(properties.items()):
-        parameter, optional = f"{rule}_{index}", "" if name in required else "?"
+    parameters = Parameters(function.get("parameters") or {}, budget)
+    forms = []
+    for index, form in enumerate(parameters.forms()):
+        yield from _form(f"{rule}_{index}", form, parameters)
+        forms.append(f"{rule}_{index}")
+    head = _text(NEW_LINE, f'<{v4.DSML}invoke name="{_name(function["name"])}">', NEW_LINE)
+    yield f"{rule}: {head} ({' | '.join(forms)}) {_text(v4.CLOSE_INVOKE)}"
+
+
+def _form(rule: str, form: Form, parameters: Parameters) -> Iterator[str]:
+    """Rules for one set of arguments, a line each. Those without a name come where none has one."""
+    parts = ['""']
+    for index, (name, schema) in enumerate(form.properties.items()):
+        parameter, optional = f"{rule}_{index}", "" if name in form.required else "?"
         parts.append(f"({parameter} {_text(NEW_LINE)}){optional}")
-        yield f"{parameter}: {_parameter(name, _with_definitions(value, schema))}"
-    if not properties:
-        parts.append(f"(any_parameter {_text(NEW_LINE)})*")
-    yield f"{rule}: {' '.join(parts)} {_text(v4.CLOSE_INVOKE)}"
+        head = _text(f'<{v4.DSML}parameter name="{_name(name)}')
+        yield from _parameter(parameter, head, schema, parameters)
+    if not form.properties and form.additional is not False:
+        parts.append(f"({rule}_any {_text(NEW_LINE)})*")
+        head = _text(f'<{v4.DSML}parameter name="') + " NAME"
+        yield from _parameter(f"{rule}_any", head, form.additional, parameters)
+    yield f"{rule}: {' '.join(parts)}"
 
 
-def _parameter(name: str, schema: Schema) -> str:
-    """The alternatives of one parameter, from its tag to its end."""
-    head = f'<{v4.DSML}parameter name="{name}'
-    choices = [schema["const"]] if "const" in schema else schema.get("enum")
-    if choices and all(isinstance(choice, str) for choice in choices):
-        return " | ".join(_text(head, AS_TEXT, c, v4.CLOSE_PARAMETER) for c in choices)
-    as_text = f"{_text(head, AS_TEXT)} value"
-    as_json = f"{_text(head, AS_JSON)} %json {_json(schema)} {_text(v4.CLOSE_PARAMETER)}"
-    types = _types(schema)
-    if types == {"string"}:
-        return as_text
-    if choices or (types and types <= NO_STRINGS):
-        return as_json
-    return f"{as_text} | {as_json}"
+def _parameter(rule: str, head: str, schema: Any, parameters: Parameters) -> Iterator[str]:
+    """Rules for one parameter, from its tag to its end: a string is text, all else is JSON."""
+    texts, kinds = parameters.texts(schema), parameters.kinds(schema)
+    choices = []
+    for index, text in enumerate(texts or ()):
+        if text.choices is not None:
+            values = " | ".join(_text(choice, v4.CLOSE_PARAMETER) for choice in text.choices)
+        elif text.is_any:
+            values = "value"
+        else:
+            values = f"{rule}_t{index}"
+            yield from _bounded(values, text)
+        choices.append(f"{head} {_text(AS_TEXT)} ({values})")
+    if kinds != {"string"} or not texts:
+        json_text = f"%json {_json(parameters.standalone(schema))}"
+        choices.append(f"{head} {_text(AS_JSON)} {json_text} {_text(v4.CLOSE_PARAMETER)}")
+    yield f"{rule}: {' | '.join(choices)}"
 
 
-def _types(schema: Schema) -> set[str]:
-    """Names of the types that the schema allows; none where it does not say."""
-    named = schema.get("type") or []
-    return {named} if isinstance(named, str) else set(named)
+def _bounded(rule: str, text: Texts) -> Iterator[str]:
+    """A rule for texts of certain lengths and patterns, with the parameter's end."""
+    end, most = _regex(v4.CLOSE_PARAMETER), text.max_characters
+    length = f"{{{text.min_characters},{'' if most is None else most}}}"
+    regexes = [f"/(.|\\n){length}{end}/", *(f"/{regex}{end}/" for regex in text.regexes)]
+    yield f"{rule}[lazy]: {rule.upper()}"
+    yield f"{rule.upper()}: {' & '.join((*regexes, NO_OTHER_END))}"
 
 
-def _with_definitions(value: Any, root: Schema) -> Schema:
-    """The property's schema, with what its references point at."""
-    shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
-    return {**shared, **value} if isinstance(value, dict) else shared
+def _name(name: str) -> str:
+    if '"' in name:
+        raise InvalidRequest("tools: a name with a quotation mark cannot be called", param="tools")
+    return name
 
 
 def _json(schema: Schema, layout: Mapping[str, Any] = SEPARATORS) -> str:
@@ -131,6 +145,10 @@ def _without(rule: str, marker: str) -> str:
 
 def _regex(text: str) -> str:
     return text.replace("/", r"\/")
+
+
+# The parser takes an invoke's end for a parameter's, too, where a model has left that out.
+NO_OTHER_END = rf"~/(.|\n)*{_regex(v4.CLOSE_INVOKE)}(.|\n)*/"
 
 
 def _text(*parts: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 
+import jsonschema
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
@@ -181,6 +182,226 @@ def test_any_path_through_the_grammar_is_read_as_calls_with_valid_arguments(toke
         assert {call.name for call in calls if call.name} == {"f"}
         first = "".join(call.arguments for call in calls if call.index == 0)
         assert json.loads(first)["unit"] in ("C", "F")
+
+
+LEAVES = [
+    {"type": "string"},
+    {"type": "string", "maxLength": 3},
+    {"type": "string", "minLength": 2, "maxLength": 4, "description": "d"},
+    {"type": "string", "pattern": "^[a-z/]{2,4}$"},
+    {"type": "string", "pattern": "[0-9]x", "maxLength": 6},
+    {"type": "string", "pattern": "^a|b$", "maxLength": 6},
+    {"type": "string", "enum": ["red", "blue"], "title": "Color"},
+    {"type": "string", "format": "date"},
+    {"const": "fixed"},
+    {"const": 7},
+    {"enum": ["a", 1, None]},
+    {"type": "integer", "minimum": 0, "maximum": 99},
+    {"type": "number", "exclusiveMinimum": 1},
+    {"type": "boolean"},
+    {"type": ["string", "null"], "maxLength": 2},
+    {"type": ["integer", "string"], "maxLength": 2, "maximum": 9, "minimum": 0},
+    {},
+    True,
+]
+
+
+def random_schema(rng, names, depth=2):
+    """A schema as pydantic (1 and 2) and zod write them. names: what references may lead to."""
+
+    def inner():
+        return random_schema(rng, names, depth - 1)
+
+    if depth == 0 or rng.random() < 0.3:
+        return rng.choice(LEAVES)
+    return rng.choice([
+        lambda: {"anyOf": [inner(), {"type": "null"}], "default": None},
+        lambda: {"oneOf": [{"type": "integer"}, {"type": "null"}]},
+        lambda: {"anyOf": [inner(), inner()]},
+        lambda: {"$ref": rng.choice(names), "description": "d"},
+        lambda: {"allOf": [{"$ref": rng.choice(names)}], "default": None},
+        lambda: {"allOf": [{"type": "string", "minLength": 1}, {"maxLength": 3}]},
+        lambda: {"type": "array", "items": inner(), "maxItems": 2},
+        lambda: {"type": "object", "additionalProperties": {"type": "integer"}},
+        lambda: {"type": "object", "properties": {"x": inner(), "y": inner()}, "required": ["x"],
+                 "additionalProperties": False},
+    ])()  # fmt: skip
+
+
+def random_parameters(rng):
+    place = rng.choice(["$defs", "definitions"])
+    names = [f"#/{place}/Color", f"#/{place}/Node", f"#/{place}/Maybe~1a"]
+    node = {"properties": {"next": {"anyOf": [{"$ref": names[1]}, {"type": "null"}]},
+                           "color": {"$ref": names[0]}}, "required": ["color"], "type": "object",
+            "additionalProperties": False}  # fmt: skip
+    maybe = {"anyOf": [{"$ref": names[0]}, {"type": "integer", "maximum": 9}, {"type": "null"}]}
+    properties = {f"p{index}": random_schema(rng, names) for index in range(rng.randrange(1, 5))}
+    if rng.random() < 0.3:
+        properties["again"] = {"$ref": "#/properties/p0"}
+    required = [name for name in properties if rng.random() < 0.5]
+    definitions = {"Color": {"enum": ["red", "blue"], "type": "string"}, "Node": node,
+                   "Maybe/a": maybe}  # fmt: skip
+    schema = {"type": "object", "properties": properties, "required": required}
+    match rng.randrange(4):
+        case 0 if "again" not in properties:
+            return {"$ref": f"#/{place}/Top", place: definitions | {"Top": schema}}
+        case 1:
+            more = {"properties": {"kind": {"const": "k"}}, "required": ["kind"]}
+            return schema | {"allOf": [more], place: definitions}
+        case 2:
+            kinds = [{"properties": {"kind": {"const": k}, k: {"type": "string", "maxLength": 2}},
+                      "required": ["kind", k], "type": "object"} for k in "ab"]  # fmt: skip
+            return schema | {rng.choice(["anyOf", "oneOf"]): kinds, place: definitions}
+    return schema | {place: definitions, "additionalProperties": rng.random() < 0.5}
+
+
+def random_walk(it, matcher, rng, max_tokens=600):
+    """Random tokens under the mask, as text; None if they come to no end. Strings are closed often,
+    as chance takes long to do it."""
+    closers = [it.encode(text).ids for text in ('"', "</｜DSML｜parameter>")]
+    output: list[int] = []
+
+    def take(token_id):
+        output.append(token_id)
+        matcher.follow(output)
+
+    while not matcher.complete and len(output) < max_tokens:
+        allowed = matcher.allowed()
+        assert matcher.error is None and allowed.any()
+        if allowed.sum() > 40 and rng.random() < 0.5:
+            for token_id in rng.choice(closers):
+                if matcher.complete or not matcher.allowed()[token_id]:
+                    break
+                take(token_id)
+        else:
+            take(rng.choice(np.flatnonzero(allowed).tolist()))
+    return it.decode(output, skip_special_tokens=False) if matcher.complete else None
+
+
+def arguments_of(text):
+    parser = V4Parser(reasoning=False, calls=True)
+    parts = [*parser.push(text), *parser.flush(complete=True)]
+    assert not "".join(part.content for part in parts)
+    calls = [part.call for part in parts if part.call]
+    return json.loads("".join(call.arguments for call in calls if call.index == 0))
+
+
+NUM_SCHEMAS = 30
+
+
+def test_whatever_the_grammar_of_a_schema_lets_through_satisfies_the_schema(tokenizer, matcher_of):
+    it, _ = tokenizer
+    seed = random.randrange(2**32)
+    print(f"seed={seed}")
+    rng, num_done = random.Random(seed), 0
+    for _ in range(NUM_SCHEMAS):
+        schema = random_parameters(rng)
+        matcher = matcher_of(grammar({"name": "f", "parameters": schema}, parallel=False))
+        if (text := random_walk(it, matcher, rng)) is None or "\ufffd" in text:
+            continue
+        if text.count("<｜DSML｜parameter") < text.count("</｜DSML｜parameter>"):
+            continue  # the end's marker within JSON, where the parser takes it for the end
+        jsonschema.validate(arguments_of(text), schema)
+        num_done += 1
+    assert num_done > NUM_SCHEMAS / 4
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, [1, None], ["x", "1", 1.5]),
+        ({"oneOf": [{"type": "integer"}, {"type": "null"}]}, [1, None], ["x"]),
+        ({"$ref": "#/$defs/color"}, ["red"], ["green", 1]),
+        ({"allOf": [{"$ref": "#/$defs/color"}], "default": "red"}, ["red"], ["green"]),
+        ({"anyOf": [{"$ref": "#/$defs/color"}, {"type": "null"}]}, ["red", None], ["green", ""]),
+        ({"$ref": "#/$defs/place"}, [{"x": 1}], [{}, "x", {"x": "y"}]),
+        ({"$ref": "#/$defs/fixed"}, ["a/b"], ["a"]),
+        ({"type": "string", "maxLength": 3}, ["", "abc", "<☕>"], ["abcd", 1]),
+        ({"type": "string", "minLength": 2}, ["ab", "a\n"], ["a", ""]),
+        ({"type": "string", "pattern": "^[0-9]{2}/$"}, ["12/"], ["12", "a12/", "12/\n"]),
+        ({"type": "string", "pattern": "[0-9]{2}"}, ["12", "a\n34b"], ["1", "1b2"]),
+        ({"type": "string", "pattern": "^a", "maxLength": 2}, ["a", "ab"], ["abc", "b"]),
+        ({"type": ["string", "null"], "maxLength": 2}, ["ab", None], ["abc", 1]),
+        ({"type": "array", "items": {"$ref": "#/$defs/color"}}, [["red"], []], [["x"], "red"]),
+        ({"$ref": "#/properties/twin"}, [5], ["x", 10]),
+        ({"type": "object", "properties": {"in": {"$ref": "#"}}}, [{"in": {"a": {}}}], ["x"]),
+    ],
+)
+@pytest.mark.parametrize("at_the_top", [True, False])
+def test_arguments_are_held_to_their_schema_however_it_is_written(
+    follows, schema, good, bad, at_the_top
+):
+    definitions = {
+        "color": {"enum": ["red", "blue"]},
+        "place": {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"]},
+        "fixed": {"const": "a/b"},
+    }
+    properties = {"a": schema, "twin": {"type": "integer", "maximum": 9}}
+    parameters = {"type": "object", "properties": properties, "required": ["a"]}
+    if not at_the_top and "#/$defs" in json.dumps(schema):
+        parameters = {"$ref": "#/$defs/top", "$defs": definitions | {"top": parameters}}
+    else:
+        parameters |= {"$defs": definitions}
+    tool = grammar({"name": "f", "parameters": parameters})
+    for values, passes in ((good, True), (bad, False)):
+        for value in values:
+            assert follows(tool, written(("f", {"a": value}))) is passes, value
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"properties": {}, "additionalProperties": False}, [{}], [{"a": 1}]),
+        ({"additionalProperties": {"type": "integer"}}, [{}, {"a": 1, "b": 2}], [{"a": "x"}]),
+        ({"required": ["a"]}, [{"a": "x"}, {"a": 1}], [{}]),
+        ({"allOf": [{"properties": {"a": {"type": "integer"}}}, {"required": ["a"]}]},
+         [{"a": 1}], [{}, {"a": "x"}]),
+        ({"anyOf": [{"properties": {"a": {"type": "integer"}}, "required": ["a"]},
+                    {"properties": {"b": {"type": "null"}}, "required": ["b"]}]},
+         [{"a": 1}, {"b": None}], [{}, {"a": None}]),
+        ({"properties": {"a": True, "b": False}}, [{"a": "x"}, {"a": [1]}, {}], [{"b": 1}]),
+        ({"properties": {"definitions": {"type": "integer"}}}, [{"definitions": 1}],
+         [{"definitions": "x"}]),
+        ({"type": None, "properties": None, "required": None}, [{}, {"a": 1}], []),
+    ],
+)  # fmt: skip
+def test_sets_of_arguments_are_held_to_their_schema(follows, schema, good, bad):
+    tool = grammar({"name": "f", "parameters": schema})
+    for values, passes in ((good, True), (bad, False)):
+        for value in values:
+            assert follows(tool, written(("f", value))) is passes, value
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#"},
+        {"$ref": "#/$defs/none"},
+        {"$ref": "http://x/y"},
+        {"$ref": 5},
+        {"type": "string"},
+        {"type": ["string", "null"]},
+        {"anyOf": 5},
+        {"allOf": [{"$ref": "#"}]},
+        {"not": {}},
+        {"minProperties": 1},
+        {"properties": {'a"b': {}}},
+        {"properties": {"a": {"$ref": "#/properties/a"}}},
+        {"properties": {"a": {"enum": 5}}},
+        {"properties": {"a": {"type": 5}}},
+        {"properties": {"a": {"anyOf": {"x": 1}}}},
+        {"properties": 5},
+        {"required": [5]},
+        {"required": ["a"], "additionalProperties": False},
+        {"oneOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]},
+        {"$defs": {str(n): {"allOf": [{"$ref": f"#/$defs/{n + 1}"}] * 4} for n in range(30)}
+         | {"30": {}}, "$ref": "#/$defs/0"},
+    ],
+)  # fmt: skip
+def test_what_cannot_be_enforced_is_refused_by_its_field(matcher_of, schema):
+    with pytest.raises(InvalidRequest, match="tools: ") as refused:
+        matcher_of(grammar({"name": "f", "parameters": schema}))
+    assert refused.value.param == "tools"
 
 
 def test_schemas_that_no_grammar_follows_are_refused(matcher_of):
