@@ -113,7 +113,7 @@ class ChatEncoder:
 
     def begin_of_calls(self, messages: Sequence[Message], options: ChatOptions) -> tuple[str, ...]:
         """The texts of which one begins the tool calls; none if there cannot be calls."""
-        return self._format.begin_of_calls(messages, options)
+        return self._format.begin_of_calls(messages, self._understood(options))
 
     def grammar(self, messages: Sequence[Message], options: ChatOptions) -> str:
         """What the answer must follow where the JSON schema alone does not say it; "" otherwise."""
