@@ -53,7 +53,7 @@ class Answer:
         choice = self._choices[index]
         entries = [] if index in self._last else choice.opening()
         self._last[index] = delta
-        usage = {"usage": None} if with_usage else {}
+        usage: dict[str, Any] = {"usage": None} if with_usage else {}
         if continuously:
             usage = {"usage": self.usage()}
         return [
