@@ -73,6 +73,8 @@ class ModelConfig(Section):
     weights: Literal["stored", "dequantized"] = "stored"  # FP8 and FP4 ones: codes, or in dtype
     max_model_len: Tokens | None = None  # tokens; default: what the checkpoint allows
     v4_release: Literal["auto", "original", "v0731"] = "auto"  # whose reasoning efforts are written
+    # How a model with its own chat template writes tool calls; auto: as the template's text tells.
+    tool_format: Literal["auto", "none", "hermes", "llama3_json", "mistral"] = "auto"
 
     @property
     def served_name(self) -> str:

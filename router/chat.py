@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Sequence
+from dataclasses import replace
 
 from sluice.engine.protocol import InvalidRequest
 from sluice.router.checkpoint import Checkpoint
 from sluice.router.conversation import ChatFormat, ChatOptions, Message, OutputParser
 from sluice.router.encoding_v4 import V4Format
 from sluice.router.errors import too_long
+from sluice.router.parser_families import END_THINK as FAMILIES_END_THINK
 from sluice.router.template import TemplateFormat
 from sluice.router.template_arguments import without_template_arguments
 from sluice.router.text_length import max_characters
@@ -22,6 +24,7 @@ from sluice.router.v4_text import CONTROL_TOKENS, END_THINK
 
 PLAIN = ChatOptions()
 LONG_TEXT_CHARACTERS = 1 << 14
+PROMPT_END_TOKENS = 16  # "<think>" and a line break or two, however they are cut
 
 
 class ChatEncoder:
@@ -119,6 +122,10 @@ class ChatEncoder:
         """What the answer must follow where the JSON schema alone does not say it; "" otherwise."""
         return self._format.grammar(messages, self._understood(options))
 
+    def with_prompt_end(self, options: ChatOptions, prompt: Sequence[int]) -> ChatOptions:
+        """For parsing an answer to the prompt: a template may have begun it."""
+        return replace(options, prompt_end=self.decode(prompt[-PROMPT_END_TOKENS:]))
+
     def _understood(self, options: ChatOptions) -> ChatOptions:
         """A format without a template has no variables, but its switches have names there too."""
         if isinstance(self._format, TemplateFormat) or not options.template_arguments:
@@ -151,6 +158,8 @@ def _format_of(checkpoint: Checkpoint) -> ChatFormat:
         checkpoint.chat_template,
         bos_token=checkpoint.bos_token or "",
         eos_token=checkpoint.eos_token or "",
+        tool_format=checkpoint.tool_format,
+        end_think_id=checkpoint.tokenizer.token_to_id(FAMILIES_END_THINK),
     )
 
 

@@ -24,6 +24,7 @@ class Checkpoint:
     """max_model_len: longest request in tokens, prompt and output together.
 
     v4_release: which of DeepSeek-V4's encoders the checkpoint brings along, or is said to need.
+    tool_format: as the config says it.
     """
 
     tokenizer: Tokenizer
@@ -36,6 +37,7 @@ class Checkpoint:
     chat_template: str | None
     model_type: str = ""
     v4_release: Release = Release.ORIGINAL
+    tool_format: str = "auto"
 
 
 def read_checkpoint(model: ModelConfig) -> Checkpoint:
@@ -64,6 +66,7 @@ def read_checkpoint(model: ModelConfig) -> Checkpoint:
         chat_template=_chat_template(folder, tokenizer_config),
         model_type=str(config.get("model_type", "")),
         v4_release=_v4_release(model),
+        tool_format=model.tool_format,
     )
 
 

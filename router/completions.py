@@ -38,6 +38,7 @@ def completion_routes(service: RouterService) -> list[Route]:
         schema = read.schema
         service.check_model(schema.model)
         messages, options = conversation(schema)
+        options = service.encoder.with_prompt_end(options, read.prompts[0])
         grammar = await _encode(read.body, lambda: service.encoder.grammar(messages, options))
 
         def choice(index: int) -> Choice:

@@ -17,7 +17,8 @@ class ChatOptions:
     called; None leaves it to the model. parallel_calls: it may call several at once. thinking,
     effort: None where the client leaves it to the model. json_schema: what the answer must satisfy,
     None for free text; with `show_schema` the prompt says so too. template_arguments: what the
-    client sets of the variables of the checkpoint's own template.
+    client sets of the variables of the checkpoint's own template. prompt_end: the last characters
+    of the prompt, where a template has written it.
     """
 
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -29,6 +30,7 @@ class ChatOptions:
     show_schema: bool = False
     add_generation_prompt: bool = True
     template_arguments: tuple[tuple[str, Any], ...] = ()
+    prompt_end: str = ""
 
 
 @dataclass(frozen=True)

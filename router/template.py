@@ -10,17 +10,20 @@ import contextlib
 import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from sluice.engine.protocol import ConfigError, InvalidRequest
 from sluice.router.conversation import ChatOptions, Message, OutputParser, PlainParser
+from sluice.router.parser_families import END_THINK, THINK, FamilyParser
+from sluice.router.tool_formats import FORMATS, calls_as_templates_read, tool_format_of
 
 # Of a message. What the answer thought is there for templates that show it; most leave it out.
 FIELDS = frozenset({"role", "content", "name", "reasoning_content"})
@@ -28,8 +31,32 @@ MAX_REASON_CHARACTERS = 300
 TRIALS = (("user",), ("system", "user"), ("user", "assistant", "user"))
 
 
-# Templates ask whether they are none, not whether they are there.
-ABSENT = {"tools": None, "documents": None}
+CALL_FIELDS = frozenset({"tool_calls", "tool_call_id"})
+THINKING = frozenset({"thinking", "enable_thinking"})  # what templates call the switch
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a template has words for, as its text tells.
+
+    tool_format: of calls, "none" if of no family. old_calls: those of earlier answers. thinks: it
+    knows reasoning from content. switches: names of its variables that switch thinking.
+    """
+
+    tool_format: str
+    old_calls: bool
+    thinks: bool
+    switches: frozenset[str]
+    has_effort: bool
+
+    def arguments(self, options: ChatOptions) -> dict[str, Any]:
+        thinking = (
+            False if options.thinking is None and options.effort == "none" else options.thinking
+        )
+        given: dict[str, Any] = {} if thinking is None else dict.fromkeys(self.switches, thinking)
+        if self.has_effort and options.effort is not None:
+            given["reasoning_effort"] = options.effort
+        return given
 
 
 class Refused(jinja2.TemplateError):
@@ -39,12 +66,31 @@ class Refused(jinja2.TemplateError):
 class TemplateFormat:
     """Raises ConfigError for a template that is no Jinja. `source` None: every chat is refused."""
 
-    def __init__(self, source: str | None, *, bos_token: str, eos_token: str) -> None:
+    def __init__(
+        self,
+        source: str | None,
+        *,
+        bos_token: str,
+        eos_token: str,
+        tool_format: str = "auto",
+        end_think_id: int | None = None,
+    ) -> None:
         self._source = source
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
+        self._end_think_id = end_think_id
+        variables: frozenset[str] = frozenset()
         if source is not None:
             with _faults_named():
-                _environment().parse(source)
+                tree = _environment().parse(source)
+                variables = frozenset(meta.find_undeclared_variables(tree))
+        text = source or ""
+        self._knows = Known(
+            tool_format=tool_format_of(text) if tool_format == "auto" else tool_format,
+            old_calls="tool_calls" in text,
+            thinks=END_THINK in text,
+            switches=variables & THINKING,
+            has_effort="reasoning_effort" in variables,
+        )
 
     @property
     def has_template(self) -> bool:
@@ -79,14 +125,15 @@ class TemplateFormat:
                 "chat_template into its tokenizer_config.json",
                 param="messages",
             )
-        _check(messages, options)
+        _check(messages, options, self._knows)
         begun = str(messages[-1]["content"]) if messages[-1].get("prefix") else None
         try:
             text = self._template.render(
-                dict(options.template_arguments),
-                messages=[_as_templates_read(message) for message in messages],
+                self._knows.arguments(options) | dict(options.template_arguments),
+                messages=[_as_templates_read(m, self._knows.tool_format) for m in messages],
+                tools=[{"type": "function", "function": tool} for tool in options.tools] or None,
+                documents=None,  # templates ask whether it is none, not whether it is there
                 add_generation_prompt=options.add_generation_prompt and begun is None,
-                **ABSENT,
                 **self._tokens,
             )
         except MemoryError:
@@ -98,20 +145,35 @@ class TemplateFormat:
         return text if begun is None else _up_to(text, begun)
 
     def parser(self, messages: Sequence[Message], options: ChatOptions) -> OutputParser:
-        return PlainParser()
+        calls = FORMATS.get(self._knows.tool_format) if options.tools else None
+        is_open = self._knows.thinks and options.json_schema is None
+        if not is_open and calls is None:
+            return PlainParser()
+        return FamilyParser(
+            opened=self._is_opened(options),
+            thinks=is_open and not messages[-1].get("prefix"),
+            calls=calls,
+            names=frozenset(tool["name"] for tool in options.tools),
+        )
 
     def end_of_reasoning(self, messages: Sequence[Message], options: ChatOptions) -> int | None:
-        return None
+        return self._end_think_id if self._is_opened(options) else None
+
+    def _is_opened(self, options: ChatOptions) -> bool:
+        """Whether the prompt ends within <think>; a JSON answer leaves no room for thoughts."""
+        is_open = options.prompt_end.rstrip().endswith(THINK)
+        return is_open and self._knows.thinks and options.json_schema is None
 
     def begin_of_calls(self, messages: Sequence[Message], options: ChatOptions) -> tuple[str, ...]:
         return ()
 
     def grammar(self, messages: Sequence[Message], options: ChatOptions) -> str:
-        return ""  # where there are tools, `render` has refused them
+        return ""  # `render` has refused what would need one
 
 
-def _as_templates_read(message: Message) -> Message:
-    ours = {field: value for field, value in message.items() if field != "prefix"}
+def _as_templates_read(message: Message, tool_format: str) -> Message:
+    ours = calls_as_templates_read(message, tool_format)
+    ours.pop("prefix", None)
     if "reasoning_content" in ours:  # some templates have another name for it
         ours = {"thinking": ours["reasoning_content"], **ours}
     return ours
@@ -129,22 +191,27 @@ def _up_to(text: str, begun: str) -> str:
     return text[: start + len(begun.strip())]
 
 
-def _check(messages: Sequence[Message], options: ChatOptions) -> None:
-    """Raises InvalidRequest for what only a format with a parser of its own can serve."""
+def _check(messages: Sequence[Message], options: ChatOptions, known: Known) -> None:
+    """Raises InvalidRequest for what the template has no words for, or what we cannot enforce."""
+    fields = FIELDS | CALL_FIELDS if known.old_calls else FIELDS
     asked = {
-        "tools": bool(options.tools),
-        "thinking": bool(options.thinking),
-        "reasoning_effort": options.effort not in (None, "none"),
+        "tools": bool(options.tools) and known.tool_format == "none",
+        "tool_choice": options.must_call is not None,
+        "parallel_tool_calls": bool(options.tools) and not options.parallel_calls,
+        "response_format": bool(options.tools) and options.json_schema is not None,
+        "thinking": bool(options.thinking) and not known.switches,
+        "reasoning_effort": options.effort not in (None, "none") and not known.has_effort,
     }
     asked |= {
         f"messages.{index}.{field}": True
         for index, message in enumerate(messages)
         for field in message
-        if field not in FIELDS and (field, index) != ("prefix", len(messages) - 1)
+        if field not in fields and (field, index) != ("prefix", len(messages) - 1)
     }
     for param in (name for name, given in asked.items() if given):
         raise InvalidRequest(
-            f"{param}: not supported with this checkpoint's chat template, leave it out",
+            f"{param}: not supported with this checkpoint's chat template, leave it out"
+            f"{', or set model.tool_format in the config' if param == 'tools' else ''}",
             param=param,
             code="unsupported_parameter",
         )

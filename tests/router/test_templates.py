@@ -139,6 +139,105 @@ STYLES = {
 {{ documents is none }}{{ tools is none }}{{ dict(a=1) | tojson }}{{ namespace(a=1).a }}
 """,
 }  # fmt: skip
+TOOL_STYLES = {
+    "hermes": """
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {{- '# Tools\\n\\n<tools>' }}
+    {%- for tool in tools %}{{- '\\n' }}{{- tool | tojson }}{%- endfor %}
+    {{- '\\n</tools>\\n\\n<tool_call>\\n{"name": <name>}\\n</tool_call><|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}
+            {{- '<|im_start|>user' }}
+        {%- endif %}
+        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}
+            {{- '<|im_end|>\\n' }}
+        {%- endif %}
+    {%- else %}
+        {{- '<|im_start|>' + message.role }}
+        {%- if message.content %}{{- '\\n' + message.content }}{%- endif %}
+        {%- for call in message.tool_calls or [] %}
+            {%- if call.function %}{%- set call = call.function %}{%- endif %}
+            {{- '\\n<tool_call>\\n{"name": "' + call.name + '", "arguments": ' }}
+            {%- if call.arguments is string %}{{- call.arguments }}
+            {%- else %}{{- call.arguments | tojson }}{%- endif %}
+            {{- '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+""",
+    "llama3_json": """
+{{- bos_token }}
+{%- if tools is not none %}
+    {{- '<|start_header_id|>system<|end_header_id|>\\n\\n' }}
+    {%- for t in tools %}{{- t | tojson(indent=4) }}{{- '\\n\\n' }}{%- endfor %}
+    {{- '<|eot_id|>' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'tool' or message.role == 'ipython' %}
+        {{- '<|start_header_id|>ipython<|end_header_id|>\\n\\n' }}
+        {%- if message.content is mapping or message.content is iterable %}
+            {{- message.content | tojson }}
+        {%- else %}{{- message.content }}{%- endif %}
+        {{- '<|eot_id|>' }}
+    {%- elif 'tool_calls' in message %}
+        {%- if not message.tool_calls|length == 1 %}
+            {{- raise_exception('This model only supports single tool-calls at once!') }}
+        {%- endif %}
+        {%- set tool_call = message.tool_calls[0].function %}
+        {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' -}}
+        {{- '{"name": "' + tool_call.name + '", ' }}{{- '"parameters": ' }}
+        {{- tool_call.arguments | tojson }}{{- '}' }}{{- '<|eot_id|>' }}
+    {%- else %}
+        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+        {{- message['content'] | trim + '<|eot_id|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+""",
+    "mistral": """
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message["role"] == "user" %}
+        {%- if tools is not none and loop.last %}
+            {{- "[AVAILABLE_TOOLS] " + (tools | tojson) + "[/AVAILABLE_TOOLS]" }}
+        {%- endif %}
+        {{- "[INST] " + message["content"] + "[/INST]" }}
+    {%- elif message.tool_calls is defined and message.tool_calls is not none %}
+        {{- "[TOOL_CALLS] [" }}
+        {%- for tool_call in message.tool_calls %}
+            {%- set out = tool_call.function|tojson %}
+            {{- out[:-1] }}
+            {%- if not tool_call.id is defined or tool_call.id|length != 9 %}
+                {{- raise_exception("Tool call IDs should be 9 characters long!") }}
+            {%- endif %}
+            {{- ', "id": "' + tool_call.id + '"}' }}
+            {%- if not loop.last %}{{- ", " }}{%- else %}{{- "]" + eos_token }}{%- endif %}
+        {%- endfor %}
+    {%- elif message["role"] == "assistant" %}
+        {{- " " + message["content"]|trim + eos_token}}
+    {%- elif message["role"] == "tool" %}
+        {%- if not message.tool_call_id is defined or message.tool_call_id|length != 9 %}
+            {{- raise_exception("Tool call IDs should be 9 characters long!") }}
+        {%- endif %}
+        {{- '[TOOL_RESULTS] {"content": ' + message["content"] + ', "call_id": "' }}
+        {{- message.tool_call_id + '"}[/TOOL_RESULTS]' }}
+    {%- endif %}
+{%- endfor %}
+""",
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "f", "description": "finds ☕", "parameters": {
+        "type": "object", "properties": {"city": {"type": "string", "default": None}}}}},
+    {"type": "function", "function": {"name": "g"}},
+]  # fmt: skip
 ROLES = [
     ("user",), ("system", "user"), ("user", "assistant"), ("user", "assistant", "user"),
     ("system", "user", "assistant", "user"), ("user", "user"), ("assistant", "user"),
@@ -200,3 +299,42 @@ def test_each_style_can_be_tried_out(style):
 def test_a_template_that_is_no_jinja_is_refused(source):
     with pytest.raises(ConfigError, match="chat template"):
         TemplateFormat(source, **TOKENS)
+
+
+def called(*ids: str):
+    """A conversation with calls of these ids and their results."""
+    calls = [
+        {"id": i, "type": "function", "function": {"name": "f", "arguments": {"city": "Zürich"}}}
+        for i in ids
+    ]
+    results = [{"role": "tool", "content": "sunny", "tool_call_id": i} for i in ids]
+    user = {"role": "user", "content": "weather?"}
+    return [user, {"role": "assistant", "content": "", "tool_calls": calls}, *results, user]
+
+
+def as_openai_writes(messages):
+    """The same with arguments as text, as clients send them."""
+    messages = json.loads(json.dumps(messages))
+    for call in (call for message in messages for call in message.get("tool_calls", ())):
+        call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+    return messages
+
+
+@pytest.mark.parametrize("style", TOOL_STYLES)
+@pytest.mark.parametrize("tools", [TOOLS, None], ids=["tools", "none"])
+@pytest.mark.parametrize("ids", [(), ("abcdefgh1",), ("abcdefgh1", "abcdefgh2")], ids=str)
+def test_tools_and_calls_are_written_as_transformers_writes_them(style, tools, ids):
+    template = TemplateFormat(TOOL_STYLES[style], **TOKENS)
+    messages = called(*ids) if ids else [{"role": "user", "content": "hi"}]
+    options = ChatOptions(tools=tuple(tool["function"] for tool in tools or ()))
+    expected = transformers_says(TOOL_STYLES[style], messages, tools=tools)
+    assert we_say(template, as_openai_writes(messages), options) == expected
+    assert expected is not None or (style == "llama3_json" and len(ids) == 2)
+
+
+def test_ids_of_our_own_calls_are_of_the_length_that_mistral_wants():
+    template = TemplateFormat(TOOL_STYLES["mistral"], **TOKENS)
+    first, second = "call_0123456789abcdef01234567", "call_76543210fedcba9876543210"
+    text = template.render(as_openai_writes(called(first, second)), ChatOptions())
+    ids = [part[:9] for part in text.split('id": "')[1:]]
+    assert ids[:2] == ids[2:] and ids[0] != ids[1] and all(i.isalnum() for i in ids)
