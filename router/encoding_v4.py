@@ -95,8 +95,9 @@ class V4Format:
 
     def grammar(self, messages: Sequence[Message], options: ChatOptions) -> str:
         must, end_think_id = options.must_call is not None, self.end_of_reasoning(messages, options)
+        is_strict = any(tool.get("strict") for tool in options.tools)
         if options.json_schema is None:
-            needs_one = options.tools and (must or not options.parallel_calls)
+            needs_one = options.tools and (must or is_strict or not options.parallel_calls)
         else:
             needs_one = options.tools or end_think_id is not None
         if not needs_one:

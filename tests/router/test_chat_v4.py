@@ -30,6 +30,10 @@ CALL = (
 )
 
 
+def tool_of(parameters: dict) -> dict:
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, checkpoint_writer) -> Path:
     """A checkpoint without a template, whose small tokenizer has DeepSeek-V4's control tokens."""
@@ -316,16 +320,32 @@ async def test_nodes_get_a_grammar_where_calls_are_not_left_to_the_model(v4, fie
     assert bool(seen[0].sampling.grammar) is constrained
 
 
+async def test_a_strict_tool_is_enforced_where_calls_are_left_to_the_model(v4):
+    answers(v4, f"hm</think>{CALL}")
+    properties = {"city": {"anyOf": [{"type": "null"}, {"type": "string", "maxLength": 77}]}}
+    schema = {"type": "object", "properties": properties, "required": ["city"]}
+    function = {"name": "weather", "strict": True, "parameters": schema}
+    tools = [{"type": "function", "function": function}, *TOOLS]
+    seen = v4.seen_requests()
+    assert (await v4.chat(tools=tools, max_tokens=600)).status_code == 200
+    assert "{0,77}" in seen[0].sampling.grammar
+    function["parameters"] = {"type": "object", "minProperties": 1}
+    answer = await v4.chat(tools=tools)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "tools"
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
         ({"tool_choice": {"type": "function", "function": {"name": "rain"}}}, "tool_choice"),
         ({"tool_choice": "any"}, "tool_choice"),
         ({"tool_choice": "required", "min_tokens": 3}, "min_tokens"),
+        ({"tool_choice": "required", "tools": [tool_of({"type": ["string", "null"]})]}, "tools"),
+        ({"tool_choice": "required", "tools": [tool_of({"$ref": "#"})]}, "tools"),
     ],
 )
 async def test_choices_that_no_call_can_satisfy_are_refused(v4, fields, param):
-    answer = await v4.chat(tools=TOOLS, **fields)
+    answer = await v4.chat(**({"tools": TOOLS} | fields))
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param
     assert not v4.prefills["prefill-0"].calls
 
