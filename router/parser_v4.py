@@ -22,6 +22,7 @@ OPEN_INVOKE = f"<{v4.DSML}invoke"
 OPEN_PARAMETER = f"<{v4.DSML}parameter"
 INVOKE = re.compile(rf'<{v4.DSML}invoke\s+name="([^"]*)"\s*>')
 PARAMETER = re.compile(rf'<{v4.DSML}parameter\s+name="([^"]*)"(?:\s+string="(true|false)")?\s*>')
+CONTAINER = re.compile(r'\s*(\{\s*["}]|\[\s*["\]\[{\-0-9tfn])')
 TAGS = (OPEN_INVOKE, OPEN_PARAMETER, v4.CLOSE_INVOKE, v4.CLOSE_CALLS)
 GAPS = ("\n\n", "\n", "")  # what the format puts between content and calls
 BEGIN_OF_CALLS = tuple(gap + v4.OPEN_CALLS for gap in GAPS)
@@ -50,10 +51,13 @@ class V4Parser:
 
     def flush(self, *, complete: bool) -> list[Part]:
         """complete: ends that the model left out are supplied; else calls stay as they are."""
-        in_call = self._step in (self._between_parameters, self._string, self._value)
+        values = (self._string, self._value, self._container)
+        in_call = self._step in (self._between_parameters, *values)
         if self._step == self._reasoning:
             self._think(self._rest(complete=complete))
-        elif self._step in (self._string, self._value):
+        elif self._step == self._container:
+            self._argue(self._up_to(VALUE_ENDS)[0].rstrip())
+        elif self._step in values:
             text, _ = self._up_to(VALUE_ENDS)  # the beginning of an end is no part of the value
             is_cut = self._step == self._value and not complete
             self._argue(text if is_cut else self._argument(text))
@@ -137,12 +141,30 @@ class V4Parser:
         return True
 
     def _value(self) -> bool:
-        """In any other value, which is passed on when it is whole and known to be JSON."""
+        """In any other value, which is passed on when it is whole and known to be JSON.
+
+        An array or an object, which may be long, is passed on while it comes, once it has begun as
+        JSON does; what a model writes wrong from there on stays as it wrote it.
+        """
+        if CONTAINER.match(self._buffer):
+            self._buffer = self._buffer.lstrip()
+            self._step = self._container
+            return True
         if not any(end in self._buffer for end in VALUE_ENDS):
             return False
         text, marker = self._up_to(VALUE_ENDS)
         assert marker is not None, "one of the ends is there"
         self._argue(_as_json(text))
+        self._end_value(marker)
+        return True
+
+    def _container(self) -> bool:
+        text, marker = self._up_to(VALUE_ENDS)
+        shown = text.rstrip()  # white space may be the last before the end, which is no part of it
+        self._argue(shown)
+        if marker is None:
+            self._buffer = text[len(shown) :] + self._buffer
+            return False
         self._end_value(marker)
         return True
 

@@ -61,6 +61,14 @@ OUTPUTS = [
         ("", "", [("f", {"x": "{oops", "y": 1})]),
     ),
     (
+        "</think>" + block(call("f", parameter("x", ' {"a": [1,\n {} ]} \n', "false"))),
+        ("", "", [("f", {"x": {"a": [1, {}]}})]),
+    ),
+    (
+        "</think>" + block(call("f", parameter("x", "[NaN]", "false"))),
+        ("", "", [("f", {"x": "[NaN]"})]),
+    ),
+    (
         "</think>" + block(call("f", parameter("x", "NaN", "false"))),
         ("", "", [("f", {"x": "NaN"})]),
     ),
@@ -118,6 +126,17 @@ def test_wherever_a_call_is_cut_off_there_is_no_markup_and_the_beginning_of_json
         assert (f"{content}\n\n" if content else "").startswith(said)
         assert "hm ".startswith(reasoning)
         assert all(name == "weather" and a and whole.startswith(a) for name, a in calls)
+
+
+@pytest.mark.parametrize("value", ['{"a": [1, "two", {"b": null}]}', "[[1, 2], [3]]"])
+def test_arrays_and_objects_are_passed_on_while_they_come(value):
+    parser = V4Parser(reasoning=False, calls=True)
+    parser.push(f'{OPEN}\n{INVOKE.format("f")}<｜DSML｜parameter name="x" string="false">')
+    shown = ""
+    for index, character in enumerate(value):
+        shown += "".join(part.call.arguments for part in parser.push(character))
+        assert shown == value[: index + 1].rstrip() or index < 2
+    assert shown == value
 
 
 def test_long_strings_are_passed_on_while_they_come():
