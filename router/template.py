@@ -15,7 +15,7 @@ from datetime import datetime
 from typing import Any
 
 import jinja2
-from jinja2 import meta, nodes
+from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -82,7 +82,9 @@ class TemplateFormat:
         if source is not None:
             with _faults_named():
                 tree = _environment().parse(source)
-                variables = frozenset(meta.find_undeclared_variables(tree))
+                # Not by jinja2.meta, which compiles it and so computes its constants.
+                names = tree.find_all(nodes.Name)
+                variables = frozenset(name.name for name in names if name.ctx == "load")
         text = source or ""
         self._knows = Known(
             tool_format=tool_format_of(text) if tool_format == "auto" else tool_format,
