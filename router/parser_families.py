@@ -134,6 +134,8 @@ class FamilyParser:
                 return False
             self._buffer = rest.removeprefix(self._calls.end)
             self._step = self._after_call
+            if not self._has_called:  # markers around nothing are what the model said
+                self._say(self._unread + self._calls.end)
         else:
             self._step = self._content
             self._say(self._unread)

@@ -114,7 +114,7 @@ def test_token_ids_are_not_sent_to_another_tokenizer(config_file, tiny_checkpoin
 def test_a_missing_matplotlib_is_said_before_anything_starts(monkeypatch, tmp_path):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     sides = (make_side("A", LOCAL, None), make_side("B", NATIVE, None))
-    with pytest.raises(ConfigError, match=r"sluice\[plot\].*--no-plot"):
+    with pytest.raises(ConfigError, match=r"\.\[plot\].*--no-plot"):
         compare(sides, prompts_file=None, max_tokens=2, out=tmp_path, plot=True)
 
 

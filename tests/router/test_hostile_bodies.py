@@ -150,7 +150,7 @@ GOOD_SHAPES = [
     {"properties": {"a": {"type": ["integer", "null"], "enum": [1, None]}}, "required": ["a"]},
     {"properties": {"a": {"type": "string"}}, "required": None},
     {"properties": None, "required": None, "$defs": None},
-    {"properties": {"a": True, "b": {}, "": {"type": "integer"}, 'q"\n': {"type": "string"}}},
+    {"properties": {"a": True, "b": {}, "": {"type": "integer"}, "q\n": {"type": "string"}}},
 ]
 CHOICES = ["auto", "required", {"type": "function", "function": {"name": "f"}}]
 
@@ -164,6 +164,14 @@ def tool(parameters) -> dict:
 async def test_a_schema_of_another_shape_is_refused_by_name(v4, parameters, place, choice):
     answer = await post(v4, CHAT, messages=[USER], tools=[tool(parameters)], tool_choice=choice)
     assert place in refused(answer, "tools.0.function")
+
+
+async def test_a_name_that_v4_cannot_write_is_taken_where_no_call_is_enforced(v4):
+    asked = {"messages": [USER], "tools": [tool({"properties": {'q"': {"type": "string"}}})]}
+    assert (await post(v4, CHAT, **asked)).status_code == 200
+    assert "quotation mark" in refused(
+        await post(v4, CHAT, **asked, tool_choice="required"), "tools"
+    )
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
