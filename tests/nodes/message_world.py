@@ -249,20 +249,15 @@ class World:
         return self.loop.now
 
     def _prefill(self, node_id):
-        transport = self._transport(node_id)
-        node = PrefillNode(
-            self._runner(Role.PREFILL), transport, CONFIG, node_id, "", clock=self._clock
-        )
-        remote = RemotePrefill(self, node, AsyncPrefill(node))
-        remote.transport = transport
-        return remote
+        return self._remote(node_id, Role.PREFILL, PrefillNode, AsyncPrefill, RemotePrefill)
 
     def _decode(self, node_id):
+        return self._remote(node_id, Role.DECODE, DecodeNode, AsyncDecode, RemoteDecode)
+
+    def _remote(self, node_id, role, node_of, face_of, remote_of):
         transport = self._transport(node_id)
-        node = DecodeNode(
-            self._runner(Role.DECODE), transport, CONFIG, node_id, "", clock=self._clock
-        )
-        remote = RemoteDecode(self, node, AsyncDecode(node))
+        node = node_of(self._runner(role), transport, CONFIG, node_id, "", clock=self._clock)
+        remote = remote_of(self, node, face_of(node))
         remote.transport = transport
         return remote
 
