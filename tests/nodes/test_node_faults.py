@@ -220,7 +220,8 @@ def test_a_silent_router_loses_its_requests(hasty_config, start_local, make_requ
     pair = start_local(hasty_config)
     request = make_request(50, vocab_size=511, max_tokens=900)
     grant = pair.reserve(request)
-    pair.prefill.run(request, grant).result(10)
+    # On a machine that stood still for a lease the prefill finds the grant ended already.
+    pair.prefill.run(request, grant).exception(10)
     _, error = pair.finish(grant)
     assert "without a sign of its router" in error
     eventually(lambda: pair.used_pages() == 0)
