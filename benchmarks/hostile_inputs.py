@@ -261,14 +261,17 @@ CONNECTIONS = {
 # Good requests, of clients that leave, do not read, or want much.
 GOOD = {
     "leaving": Hostile(
-        lambda model: completions(model, THOUSAND_TOKENS), way=leaving, pause_s=0.04
+        lambda model: completions(model, THOUSAND_TOKENS), way=leaving, pause_s=0.04, is_work=True
     ),
     "leaving_streams": Hostile(
         lambda model: completions(model, {**THOUSAND_TOKENS, "stream": True, "n": 4}),
         way=leaving,
         pause_s=0.04,
+        is_work=True,
     ),
-    "leaving_longest": Hostile(lambda model: longest_prompts(model, 8), way=leaving, pause_s=0.1),
+    "leaving_longest": Hostile(
+        lambda model: longest_prompts(model, 8), way=leaving, pause_s=0.1, is_work=True
+    ),
     "unread": Hostile(
         lambda model: completions(model, {**THOUSAND_TOKENS, "stream": True, "logprobs": 20}),
         way=unread,

@@ -11,7 +11,7 @@ from sluice.router.errors import BodyTooLarge, TooManyLargeBodies, WrongContentT
 
 MAX_BODY_BYTES = 16 << 20
 MAX_SMALL_BODY_BYTES = 64 << 10
-MAX_LARGE_BODIES_BYTES = 96 << 20
+MAX_LARGE_BODIES_BYTES = 64 << 20
 
 
 class Bodies:

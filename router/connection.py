@@ -3,7 +3,8 @@
 uvicorn keeps any header, waits for ever for the rest of a request, answers what is no HTTP in its
 own words, and loses the body of a request that offers an upgrade. All limits hold before anybody
 has shown a key, so they are what a stranger can cost:
- - a head (request line and headers) and what a chunked body has around its content: MAX_HEAD_BYTES
+ - a head (request line and headers): MAX_HEAD_BYTES; what a chunked body has around its content,
+   which no client of good will makes larger than the content: MAX_HEAD_BYTES more than that
  - a head within HEAD_LIMIT_S of its first byte, a body at PROGRESS_BYTES each PROGRESS_LIMIT_S
  - connections that wait for their client: Waiting closes the oldest one beyond its number
 """
@@ -27,6 +28,7 @@ from sluice.router.events import log_event
 logger = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 64 << 10
+SLICE_BYTES = 16 << 10  # between two looks at what a chunked body has around its content
 HEAD_LIMIT_S = 10.0
 PROGRESS_LIMIT_S = 20.0
 PROGRESS_BYTES = 64 << 10
@@ -77,7 +79,8 @@ class Connection(HttpToolsProtocol):
     def __init__(self, *args: Any, shared: Connections, **fields: Any) -> None:
         super().__init__(*args, **fields)
         self._shared = shared
-        self._num_bytes_around = 0  # since the last byte of content
+        self._num_bytes_around = 0  # of a request: not content, and not made up for by content
+        self._content: list[bytes] = []  # of this slice
         self._num_content_bytes = 0  # since the last look at its progress
         self._receiving = False  # a request has begun and is not complete
         self._timer: asyncio.TimerHandle | None = None
@@ -98,11 +101,9 @@ class Connection(HttpToolsProtocol):
             return
         self._unset_keepalive_if_required()
         self._shared.idle.remove(self)
-        self._num_bytes_around += len(data)
         try:
-            self._feed(data)
-            if self._num_bytes_around > MAX_HEAD_BYTES:
-                raise _too_large()
+            for begin in range(0, len(data), SLICE_BYTES):
+                self._feed(data[begin : begin + SLICE_BYTES])
         except Refusal as refusal:
             self._refuse(refusal)
         except httptools.HttpParserError as error:
@@ -111,13 +112,25 @@ class Connection(HttpToolsProtocol):
             self._become_idle()
 
     def _feed(self, data: bytes) -> None:
-        while True:
+        """Raises Refusal, or the parser's errors."""
+        self._num_bytes_around += len(data)
+        while data:
             try:
                 self.parser.feed_data(data)
-                return
+                data = b""
             except httptools.HttpParserUpgrade as upgrade:
                 self._go_on_without_upgrade()
                 data = data[upgrade.args[0] :]
+        self._pass_on_content()
+        if self._num_bytes_around > MAX_HEAD_BYTES:
+            raise _too_large()
+
+    def _pass_on_content(self) -> None:
+        """To the application: once for a slice, as each time copies what it has not taken yet."""
+        if self._content:
+            content = b"".join(self._content)
+            self._content.clear()
+            super().on_body(content)
 
     def _go_on_without_upgrade(self) -> None:
         """Read on as if the client had not offered to speak another protocol, as servers may."""
@@ -155,13 +168,14 @@ class Connection(HttpToolsProtocol):
         self._wait(PROGRESS_LIMIT_S, self._check_progress)
 
     def on_body(self, body: bytes) -> None:
-        self._num_bytes_around = 0
+        self._num_bytes_around = max(0, self._num_bytes_around - 2 * len(body))
         self._num_content_bytes += len(body)
-        super().on_body(body)
+        self._content.append(body)
 
     def on_message_complete(self) -> None:
         self._num_bytes_around = 0
         if not self.parser.should_upgrade():
+            self._pass_on_content()
             self._received()
             super().on_message_complete()
 

@@ -108,13 +108,12 @@ class Offload:
                 f"{self._num_waiting} requests wait for a helper process, which is as many as may; "
                 "try again in a moment"
             )
-        message = pickle.dumps((limit_s, function, args))
         self._num_waiting += 1
         try:
             helper = await self._idle.get()
         finally:
             self._num_waiting -= 1
-        work = self._spawn(self._work(helper, message, limit_s))
+        work = self._spawn(self._work(helper, (limit_s, function, args), limit_s))
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
@@ -132,11 +131,11 @@ class Offload:
         for helper in self._helpers:
             await helper.stop()
 
-    async def _work(self, helper: _Helper, message: bytes, limit_s: float) -> Any:
+    async def _work(self, helper: _Helper, job: tuple[Any, ...], limit_s: float) -> Any:
         if self._closed:
             raise _closed()
         try:
-            return await helper.run(message, limit_s)
+            return await helper.run(pickle.dumps(job), limit_s)
         finally:
             self._spawn(self._give_back(helper))
 

@@ -105,32 +105,34 @@ def read_object(body: bytes) -> dict[str, Any]:
 
 
 def check(schema: type[S], data: dict[str, Any]) -> S:
-    """Check a body's fields. Raises InvalidRequest as `parse` does, for the first fault."""
+    """Check a body's fields, and drop those that are null.
+
+    Raises InvalidRequest as `parse` does, for the first fault.
+    """
+    _drop_null(data)
     try:
-        return schema.model_validate(_without_neutral(schema, _without_null(data)))
+        return schema.model_validate(_without_neutral(schema, data))
     except ValidationError as error:
         raise _explain(error.errors(include_url=False)[0]) from error
 
 
-def _without_null(value: Any, *, as_written: bool = False) -> Any:
+def _drop_null(value: Any, *, as_written: bool = False) -> None:
     """Drop fields that are null; a null among list items stays, and is refused where it matters.
 
     as_written: keep them. Raises InvalidRequest for numbers that are none, such as 1e999.
     """
     if isinstance(value, dict):
-        return {
-            key: _without_null(item, as_written=as_written or key in AS_WRITTEN)
-            for key, item in value.items()
-            if as_written or item is not None
-        }
-    if isinstance(value, list):
-        return [
-            item if type(item) in (int, str) else _without_null(item, as_written=as_written)
-            for item in value
-        ]
-    if isinstance(value, float) and not math.isfinite(value):
+        if not as_written:
+            for key in [key for key, item in value.items() if item is None]:
+                del value[key]
+        for key, item in value.items():
+            _drop_null(item, as_written=as_written or key in AS_WRITTEN)
+    elif isinstance(value, list):
+        for item in value:
+            if type(item) not in (int, str):
+                _drop_null(item, as_written=as_written)
+    elif isinstance(value, float) and not math.isfinite(value):
         raise InvalidRequest("body: a number is too large to be one, leave it out")
-    return value
 
 
 def _without_neutral(schema: type[Schema], data: dict[str, Any]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ MAX_WAITING = 256
 SHORT_LIMIT_S = 0.5  # of CPU time, for what takes some milliseconds
 LIMIT_S = 2.0  # of CPU time, and as much more as the slowest text takes
 BYTES_PER_S = 250_000
-MAX_BYTES = 192 << 20
+MAX_BYTES = 128 << 20
 MAX_BYTES_PER_TOKEN = 600  # a text of a token's five characters, at what tokenizing takes for each
 
 S = TypeVar("S", ChatRequest, CompletionRequest)

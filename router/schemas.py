@@ -34,6 +34,7 @@ from sluice.router.v4_text import TASKS
 MAX_CHOICES = 128  # answers to one HTTP request, over all its prompts
 COMPLETION_TOKENS = 16  # of an answer to a plain text, OpenAI's default
 MAX_SALT_CHARACTERS = 256
+MAX_MESSAGES = 16_384  # each costs a kilobyte to check; the text of a million tokens is one of few
 MAX_PRIORITY = 1000
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max", "ultra"]
@@ -279,7 +280,7 @@ class ConversationSchema(Schema):
 
 
 class ChatRequest(ConversationSchema, GenerationSchema):
-    messages: List[ChatMessage] = Field(min_length=1)
+    messages: List[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
 
@@ -324,7 +325,7 @@ class TokenizeRequest(ConversationSchema):
 
     model: str | None = None
     prompt: str | None = None
-    messages: List[ChatMessage] | None = Field(None, min_length=1)
+    messages: List[ChatMessage] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
 

@@ -94,8 +94,9 @@ async def test_what_is_no_http_is_a_400_in_the_usual_shape(server, data):
         b"GET / HTTP/1.1\r\nx: " + b"a" * (70 << 10) + b"\r\n\r\n",  # complete, within one read
         HEAD + b"transfer-encoding: chunked\r\n\r\n0\r\nx: " + b"a" * (1 << 20),
         HEAD + b"transfer-encoding: chunked\r\n\r\n5;" + b"a" * (1 << 20),
+        HEAD + b"transfer-encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * (1 << 17),
     ],
-    ids=["url", "value", "name", "many", "whole", "trailer", "chunk extension"],
+    ids=["url", "value", "name", "many", "whole", "trailer", "chunk extension", "tiny chunks"],
 )
 async def test_a_head_without_end_is_refused_at_its_limit(server, data):
     async with connected(server) as (reader, writer):
@@ -107,6 +108,16 @@ async def test_a_head_without_end_is_refused_at_its_limit(server, data):
 
 async def test_a_head_below_the_limit_is_taken(server):
     status, _, _ = await ask(server, HEALTH[:-2] + b"x: " + b"a" * (50 << 10) + b"\r\n\r\n")
+    assert status == 200
+
+
+async def test_a_body_in_small_chunks_is_taken(server):
+    content = BODY + b" " * (100 << 10)
+    pieces = [content[begin : begin + 8] for begin in range(0, len(content), 8)]
+    chunks = b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces)
+    status, _, _ = await ask(
+        server, HEAD + b"transfer-encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n"
+    )
     assert status == 200
 
 
