@@ -84,6 +84,8 @@ THOUSAND_TOKENS = {"max_tokens": 1_000, "ignore_eos": True}
 class Hostile:
     """So many connections, each of which makes one attempt after the other.
 
+    pause_s: between two attempts of a connection; a second where some are answered, so that what
+    they ask for is felt and not that they ask.
     is_work: these are good requests. Their share of the machine is theirs, so what others wait for
     it is shown and not judged.
     """
@@ -99,7 +101,9 @@ class Hostile:
 NOTHING = {"nothing": Hostile(lambda model: [], num_connections=0)}
 
 NUMBERS = {
-    "top_k": Hostile(lambda model: completions(model, {"temperature": 1, "top_k": 2**63})),
+    "top_k": Hostile(
+        lambda model: completions(model, {"temperature": 1, "top_k": 2**63}), pause_s=1.0
+    ),
     "tiny_penalty": Hostile(
         lambda model: completions(
             model, {"repetition_penalty": 1e-300}, {"repetition_penalty": 1e-60}
@@ -117,7 +121,7 @@ NUMBERS = {
             {"repetition_penalty": 1e-60, "logprobs": 5},
         )
     ),
-    "odd_numbers": Hostile(lambda model: completions(model, *ODD_NUMBERS)),
+    "odd_numbers": Hostile(lambda model: completions(model, *ODD_NUMBERS), pause_s=1.0),
     "long_numbers": Hostile(
         lambda model: written_out(
             model,
@@ -138,7 +142,8 @@ SCHEMAS = {
                 {"type": "integer", "multipleOf": number}
                 for number in (99_991, 499_979, 999_983, 2**61 - 1, 1e-9)
             ),
-        )
+        ),
+        pause_s=1.0,
     ),
     "schema_of_itself": Hostile(lambda model: schemas(model, *SCHEMAS_OF_THEMSELVES)),
     "optional_700": Hostile(lambda model: schemas(model, flat_object(700))),
@@ -156,10 +161,12 @@ SCHEMAS = {
             {"type": "array", "items": {"type": "integer"}, "minItems": 10**6},
             {"enum": [f"value {i}" for i in range(100_000)]},
             {"anyOf": [{"const": i} for i in range(50_000)]},
-        )
+        ),
+        pause_s=1.0,
     ),
     "schema_patterns": Hostile(
-        lambda model: schemas(model, *({"type": "string", "pattern": p} for p in PATTERNS))
+        lambda model: schemas(model, *({"type": "string", "pattern": p} for p in PATTERNS)),
+        pause_s=1.0,
     ),
     "schema_deep": Hostile(lambda model: nested_schemas(model, 1_000)),
     "tool_shapes": Hostile(lambda model: tools(model, *ODD_TOOL_SCHEMAS)),

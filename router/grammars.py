@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 LIMIT_S = 0.25  # of CPU time; an object of 700 properties takes 0.05, one of 5,000 0.3
 MAX_BYTES = 128 << 20
+NICENESS = 10
 MAX_WAITING = 128
 PATIENCE_S = 30.0  # for what waits before it
 MAX_VERDICTS = 4096
@@ -40,6 +41,7 @@ class GrammarJudge:
             1,
             max_bytes=MAX_BYTES,
             max_waiting=MAX_WAITING,
+            niceness=NICENESS,
             setup=_load,
             setup_args=(str(folder), checkpoint.vocab_size, checkpoint.eos_token_ids),
         )

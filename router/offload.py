@@ -32,7 +32,6 @@ logger = logging.getLogger(__name__)
 
 START_LIMIT_S = 60.0
 GRACE_S = 1.0  # from the end of a helper's connection to the end of its process
-NICENESS = 5  # what a client can make long is long in any case
 MAX_ANSWER_BYTES = 64 << 20
 COMMAND = "import sys; sys.path[:] = sys.argv[1:]; from sluice.router.helper import main; main()"
 
@@ -64,7 +63,7 @@ class Offload:
         *,
         max_bytes: int,
         max_waiting: int,
-        niceness: int = NICENESS,
+        niceness: int = 0,
         setup: Callable[..., None] | None = None,
         setup_args: tuple[Any, ...] = (),
     ) -> None:

@@ -19,13 +19,15 @@ from sluice.router import reading
 from sluice.router.chat import ChatEncoder
 from sluice.router.conversation import ChatOptions, Message
 from sluice.router.errors import TemplateFailed
-from sluice.router.offload import NICENESS, GivenUp, Offload
+from sluice.router.offload import GivenUp, Offload
 from sluice.router.parsing import parse
 from sluice.router.reading import Ids
 from sluice.router.schemas import ChatRequest, CompletionRequest, TokenizeRequest
 
 SHORT_BYTES = 4 << 10  # 3 ms with a large vocabulary; a helper process is reached in 0.3 ms
 MEDIUM_BYTES = 128 << 10  # 0.1 s
+MEDIUM_NICENESS = 5
+LONG_NICENESS = 19  # what takes long in any case gives way to what others wait for
 MAX_WAITING = 256
 SHORT_LIMIT_S = 0.5  # of CPU time, for what takes some milliseconds
 LIMIT_S = 2.0  # of CPU time, and as much more as the slowest text takes
@@ -56,7 +58,7 @@ class Readers:
     def __init__(self, encoder: ChatEncoder, model: ModelConfig, max_model_len: int) -> None:
         self._encoder = encoder
 
-        def helpers(max_bytes: int = MAX_BYTES, niceness: int = NICENESS) -> Offload:
+        def helpers(niceness: int, max_bytes: int = MAX_BYTES) -> Offload:
             return Offload(
                 1,
                 max_bytes=max_bytes,
@@ -66,8 +68,8 @@ class Readers:
                 setup_args=(model,),
             )
 
-        self._short, self._medium = helpers(niceness=0), helpers()
-        self._long = helpers(max(MAX_BYTES, MAX_BYTES_PER_TOKEN * max_model_len))
+        self._short, self._medium = helpers(0), helpers(MEDIUM_NICENESS)
+        self._long = helpers(LONG_NICENESS, max(MAX_BYTES, MAX_BYTES_PER_TOKEN * max_model_len))
 
     async def warm(self) -> None:
         """Start the helper processes that most requests need, if they need one.
