@@ -21,7 +21,6 @@ class Asked:
     """
 
     request_id: str
-    body: bytes
     schema: ChatRequest | CompletionRequest
     prompts: list[tuple[int, ...]]
     arrived: float

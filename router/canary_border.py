@@ -18,7 +18,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from sluice.router.canary import Canary
 from sluice.router.canary_client import MARK, MAX_BYTES, CanaryFailed, Sent
 from sluice.router.service import RouterService
-from sluice.router.streaming import CLIENT_CLOSED_REQUEST, ClientGone, EventStream, unless_gone
+from sluice.router.streaming import (
+    CLIENT_CLOSED_REQUEST,
+    ClientGone,
+    Event,
+    EventStream,
+    OpenAIEnding,
+    unless_gone,
+)
 
 PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
 
@@ -91,7 +98,7 @@ class CanaryBorder:
         """Raises CanaryFailed only before anything is sent; later it becomes an error event."""
         async with contextlib.aclosing(self._canary.stream(sent, fields)) as events:
             first = await unless_gone(receive, _next(events))
-            await EventStream(_chained(first, events))(scope, receive, send)
+            await EventStream(_chained(first, events), OpenAIEnding())(scope, receive, send)
 
 
 class _Notes:
@@ -161,7 +168,7 @@ async def _next(events: AsyncGenerator[dict[str, Any], None]) -> dict[str, Any]:
 
 async def _chained(
     first: dict[str, Any], rest: AsyncGenerator[dict[str, Any], None]
-) -> AsyncGenerator[dict[str, Any], None]:
-    yield first
+) -> AsyncGenerator[Event, None]:
+    yield Event(first)
     async for event in rest:
-        yield event
+        yield Event(event)

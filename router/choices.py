@@ -86,31 +86,41 @@ class TextChoice:
         return top | {self._texts.text_of(scored.token_id): scored.logprobs.chosen}
 
 
-class ChatChoice:
-    """A choice of /v1/chat/completions, read by the checkpoint's parser.
+class ChatOutput:
+    """One output of a conversation, read by the checkpoint's parser as it comes.
 
     must_call: it consists of calls; what is none, such as the beginning of one, is no content.
     """
 
+    def __init__(self, parser: OutputParser, *, must_call: bool = False) -> None:
+        self._parser = parser
+        self.must_call = must_call
+        self.has_calls = False  # so far
+
+    def parts(self, delta: Delta) -> list[Part]:
+        parts = self._parser.push(delta.text)
+        if delta.finish_reason is not None:
+            parts += self._parser.flush(complete=delta.finish_reason is FinishReason.STOP)
+        if self.must_call:
+            parts = [part for part in parts if not part.content]
+        self.has_calls = self.has_calls or any(part.call for part in parts)
+        return parts
+
+
+class ChatChoice:
+    """A choice of /v1/chat/completions."""
+
     def __init__(
-        self,
-        index: int,
-        texts: TokenTexts,
-        *,
-        parser: OutputParser,
-        with_logprobs: bool,
-        must_call: bool = False,
+        self, index: int, texts: TokenTexts, output: ChatOutput, *, with_logprobs: bool
     ) -> None:
-        self._must_call = must_call
         self._index = index
         self._texts = texts
-        self._parser = parser
+        self._output = output
         self._with_logprobs = with_logprobs
         self._scored: list[Scored] = []
-        self._has_calls = False
 
     def opening(self) -> list[Entry]:
-        content = None if self._must_call else ""
+        content = None if self._output.must_call else ""
         return [self._entry({"delta": {"role": "assistant", "content": content}}, None)]
 
     def entries(self, delta: Delta) -> list[Entry]:
@@ -126,19 +136,13 @@ class ChatChoice:
             message["reasoning_content"] = reasoning
         if calls := _calls_of([part.call for part in parts if part.call is not None]):
             message["tool_calls"] = calls
-        if calls or self._must_call:
+        if calls or self._output.must_call:
             message["content"] = message["content"] or None
         return self._entry({"message": message}, deltas[-1].finish_reason)
 
     def _parts(self, delta: Delta) -> list[Part]:
         self._scored += delta.scored
-        parts = self._parser.push(delta.text)
-        if delta.finish_reason is not None:
-            parts += self._parser.flush(complete=delta.finish_reason is FinishReason.STOP)
-        if self._must_call:
-            parts = [part for part in parts if not part.content]
-        self._has_calls = self._has_calls or any(part.call for part in parts)
-        return parts
+        return self._output.parts(delta)
 
     def _entry(self, content: Entry, reason: FinishReason | None) -> Entry:
         return {
@@ -149,7 +153,7 @@ class ChatChoice:
         }
 
     def _finish_reason(self, reason: FinishReason | None) -> str | None:
-        if reason is FinishReason.STOP and self._has_calls:
+        if reason is FinishReason.STOP and self._output.has_calls:
             return "tool_calls"
         return None if reason is None else reason.value
 

@@ -11,7 +11,7 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from sluice.engine.config import ModelConfig
 from sluice.engine.protocol import ConfigError, InvalidRequest
@@ -21,7 +21,7 @@ from sluice.router.conversation import ChatOptions, Message
 from sluice.router.errors import TemplateFailed
 from sluice.router.offload import GivenUp, Offload
 from sluice.router.parsing import parse
-from sluice.router.reading import Ids
+from sluice.router.reading import Ids, Translate
 from sluice.router.schemas import ChatRequest, CompletionRequest, TokenizeRequest
 
 SHORT_BYTES = 4 << 10  # 3 ms with a large vocabulary; a helper process is reached in 0.3 ms
@@ -43,13 +43,15 @@ T = TypeVar("T")
 class Read(Generic[S]):
     """A body as it was read. shown: prompts that the answer begins with, none if it does not.
 
-    body, schema: without the text of messages and prompts, if they were long.
+    num_bytes, schema: without the text of messages and prompts, if they were long. repeated: what
+    the answer repeats of a request that was translated.
     """
 
-    body: bytes
+    num_bytes: int
     schema: S
     prompts: list[Ids]
     shown: list[str]
+    repeated: dict[str, Any]
 
 
 class Readers:
@@ -90,23 +92,28 @@ class Readers:
         for helpers in (self._short, self._medium, self._long):
             await helpers.close()
 
-    async def chat(self, body: bytes) -> Read[ChatRequest]:
+    async def chat(self, body: bytes, translate: Translate = reading.as_chat) -> Read[ChatRequest]:
         """Raises InvalidRequest, or TemplateFailed."""
         if len(body) > SHORT_BYTES:
-            rest, prompts = await self._read(reading.read_chat, body, field="messages")
-            return Read(rest, parse(ChatRequest, rest), reading.unpacked(prompts), [])
-        schema = parse(ChatRequest, body)
+            rest, prompts, repeated = await self._read(
+                reading.read_chat, body, translate, field="messages"
+            )
+            schema = parse(ChatRequest, rest)
+            return Read(len(rest), schema, reading.unpacked(prompts), [], repeated)
+        _, schema, repeated = reading.translated(body, translate)
         ids = await self._chat_ids(*reading.conversation(schema))
-        return Read(body, schema, [ids], [])
+        return Read(len(body), schema, [ids], [], repeated)
 
     async def completion(self, body: bytes) -> Read[CompletionRequest]:
         """Raises InvalidRequest."""
         if len(body) <= SHORT_BYTES:
             schema = parse(CompletionRequest, body)
             prompts = reading.completion_ids(self._encoder, schema)
-            return Read(body, schema, prompts, reading.shown_prompts(self._encoder, schema))
+            shown = reading.shown_prompts(self._encoder, schema)
+            return Read(len(body), schema, prompts, shown, {})
         rest, packed, shown = await self._read(reading.read_completion, body, field="prompt")
-        return Read(rest, parse(CompletionRequest, rest), reading.unpacked(packed), shown)
+        schema = parse(CompletionRequest, rest)
+        return Read(len(rest), schema, reading.unpacked(packed), shown, {})
 
     async def tokenize(self, body: bytes) -> tuple[str | None, int, str]:
         """The model asked for, the number of tokens, and the tokens as JSON."""
@@ -133,13 +140,13 @@ class Readers:
         with self._limits_named("messages", is_short=True):
             return reading.unpacked([await self._short.run(*job, limit_s=SHORT_LIMIT_S)])[0]
 
-    async def _read(self, read: Callable[[ChatEncoder, bytes], T], body: bytes, field: str) -> T:
-        """A reading of a longer body."""
+    async def _read(self, read: Callable[..., T], body: bytes, *more: Any, field: str) -> T:
+        """A reading of a longer body: `read(encoder, body, *more)`."""
         is_medium = len(body) <= MEDIUM_BYTES
         helpers = self._medium if is_medium else self._long
         limit_s = LIMIT_S + len(body) / BYTES_PER_S
         with self._limits_named(field, is_short=is_medium):
-            return await helpers.run(reading.with_encoder, read, body, limit_s=limit_s)
+            return await helpers.run(reading.with_encoder, read, body, *more, limit_s=limit_s)
 
     @contextlib.contextmanager
     def _limits_named(self, field: str, *, is_short: bool) -> Iterator[None]:

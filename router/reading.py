@@ -10,6 +10,7 @@ from __future__ import annotations
 import array
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from sluice.engine.config import ModelConfig
@@ -30,9 +31,26 @@ MAX_REST_BYTES = 1 << 20
 A_TOOL = {"type": "function", "function": {"name": "-"}}
 
 Ids = tuple[int, ...]
+Body = dict[str, Any]
 Packed = list[bytes]  # prompts as 32-bit numbers
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Translated:
+    """Another API's request as a chat request.
+
+    chat: the body of /v1/chat/completions that asks for the same. repeated: what the answer repeats
+    of the request, or is made by; plain data without its long texts.
+    """
+
+    chat: Body
+    repeated: Body
+
+
+# From the body of another API. Raises InvalidRequest. Helper processes find it by its name.
+Translate = Callable[[Body], Translated]
 
 _encoder: ChatEncoder  # of a helper process
 
@@ -93,12 +111,23 @@ def packed_chat_ids(encoder: ChatEncoder, messages: list[Message], options: Chat
     return _packed([encoder.encode_chat(messages, options)])[0]
 
 
-def read_chat(encoder: ChatEncoder, body: bytes) -> tuple[bytes, Packed]:
-    data = read_object(body)
-    schema = check(ChatRequest, data)
-    return _rest(data, messages=_outline(schema.messages)), [
-        packed_chat_ids(encoder, *conversation(schema))
-    ]
+def as_chat(body: Body) -> Translated:
+    """The API that the others are translated to."""
+    return Translated(body, {})
+
+
+def translated(body: bytes, translate: Translate) -> tuple[Body, ChatRequest, Body]:
+    """The chat request, as it is and checked, and what the answer repeats."""
+    asked = translate(read_object(body))
+    return asked.chat, check(ChatRequest, asked.chat), asked.repeated
+
+
+def read_chat(
+    encoder: ChatEncoder, body: bytes, translate: Translate
+) -> tuple[bytes, Packed, Body]:
+    data, schema, repeated = translated(body, translate)
+    rest = _rest(data, messages=_outline(schema.messages))
+    return rest, [packed_chat_ids(encoder, *conversation(schema))], repeated
 
 
 def read_completion(encoder: ChatEncoder, body: bytes) -> tuple[bytes, Packed, list[str]]:

@@ -7,15 +7,17 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from sluice.router.choices import Choice, Entry
+from sluice.router.streaming import Event, OpenAIEnding
 from sluice.router.text import Delta
 
 Kind = Literal["chat", "text"]
 
 
-class Answer:
+class Answer(OpenAIEnding):
     """Builds every object of one answer, streamed or whole.
 
     choices: by index, `num_answers` for each prompt in turn. prompt_lengths: tokens of each prompt.
+    with_usage: a stream ends with usage. continuous_usage: each chunk has what it is by then.
     """
 
     def __init__(
@@ -25,12 +27,17 @@ class Answer:
         model: str,
         choices: Sequence[Choice],
         prompt_lengths: Sequence[int],
+        *,
+        with_usage: bool,
+        continuous_usage: bool,
     ) -> None:
         self._kind = kind
         self._id = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{request_id}"
         self._model = model
         self._choices = tuple(choices)
         self._prompt_lengths = tuple(prompt_lengths)
+        self._with_usage = with_usage
+        self._continuous_usage = continuous_usage
         self._created = int(time.time())
         self._last: dict[int, Delta] = {}
 
@@ -43,27 +50,24 @@ class Answer:
         name = "chat.completion" if self._kind == "chat" else "text_completion"
         return self._object(name, entries) | {"usage": self.usage()}
 
-    def chunks(
-        self, index: int, delta: Delta, *, with_usage: bool, continuously: bool = False
-    ) -> list[dict[str, Any]]:
-        """The chunks for one choice's next delta; its first delta brings the opening too.
-
-        with_usage: the stream ends with usage. continuously: each chunk has what it is by then.
-        """
+    def events(self, index: int, delta: Delta) -> list[Event]:
+        """The chunks for one choice's next delta; its first delta brings the opening too."""
         choice = self._choices[index]
         entries = [] if index in self._last else choice.opening()
         self._last[index] = delta
-        usage: dict[str, Any] = {"usage": None} if with_usage else {}
-        if continuously:
+        usage: dict[str, Any] = {"usage": None} if self._with_usage else {}
+        if self._continuous_usage:
             usage = {"usage": self.usage()}
         return [
-            self._object(self._chunk_name, [entry]) | usage
+            Event(self._object(self._chunk_name, [entry]) | usage)
             for entry in (*entries, *choice.entries(delta))
         ]
 
-    def usage_chunk(self) -> dict[str, Any]:
-        """The chunk that ends a stream with `include_usage`."""
-        return self._object(self._chunk_name, []) | {"usage": self.usage()}
+    def end(self) -> list[Event]:
+        """The chunk with the usage, where one is asked for."""
+        if not self._with_usage:
+            return []
+        return [Event(self._object(self._chunk_name, []) | {"usage": self.usage()})]
 
     def usage(self) -> dict[str, Any]:
         """A prompt counts once however many answers it has, every answer's tokens count.

@@ -13,13 +13,14 @@ import contextlib
 import json
 import logging
 from collections.abc import AsyncGenerator, Coroutine
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from sluice.engine.protocol import SluiceError
-from sluice.router.errors import body_of, error_body, response_of
+from sluice.router.errors import body_of, error_body
 from sluice.router.events import log_event
 
 logger = logging.getLogger(__name__)
@@ -67,56 +68,81 @@ async def _watch(receive: Receive, staying: asyncio.Timeout) -> None:
     staying.reschedule(0.0)
 
 
-class EventStream(Response):
-    """Sends JSON events as they come, then [DONE].
+@dataclass(frozen=True)
+class Event:
+    """A server-sent event: JSON, with a name where the API's events have one."""
 
-    An error before the first event is a plain JSON error with its own status; after it, an event
-    `{"error": ...}` that ends the stream without [DONE].
+    data: dict[str, Any]
+    name: str = ""
+
+    def __str__(self) -> str:
+        """Without any character in it that a client might take for the end of a line."""
+        data = json.dumps(self.data, ensure_ascii=False).translate(LINE_ENDS)
+        return f"event: {self.name}\ndata: {data}\n\n" if self.name else f"data: {data}\n\n"
+
+
+class Ending(Protocol):
+    """How one API ends its streams."""
+
+    @property
+    def done(self) -> str:
+        """What follows the last event; "" for nothing."""
+        ...
+
+    def failed(self, error: dict[str, Any]) -> Event:
+        """The last event of a stream that fails. error: OpenAI's error object."""
+        ...
+
+
+class OpenAIEnding:
+    """Chat's and completions'."""
+
+    done = "[DONE]"
+
+    def failed(self, error: dict[str, Any]) -> Event:
+        return Event(error)
+
+
+class EventStream(Response):
+    """Sends events as they come, and then what tells that these were all.
+
+    An error before the first event is a plain error with its own status, raised to whoever gives
+    errors their shape; after it, an event that ends the stream.
     """
 
-    def __init__(self, events: AsyncGenerator[dict[str, Any], None]) -> None:
+    def __init__(self, events: AsyncGenerator[Event, None], ending: Ending) -> None:
         super().__init__()
         self._events = events
+        self._ending = ending
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await unless_gone(receive, self._run(scope, receive, send))
+            await unless_gone(receive, self._run(send))
         except ClientStuck:
             request_id = scope["state"]["request_id"]
             log_event(logger, "not_read", request_id=request_id, limit_s=SEND_LIMIT_S)
         except ClientGone:
             pass  # the record of the request has logged it
 
-    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _run(self, send: Send) -> None:
         async with contextlib.aclosing(self._events) as events:
-            try:
-                first = await anext(events)
-            except SluiceError as error:
-                await response_of(error)(scope, receive, send)
-                return
+            first = await anext(events)
             await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
-            await _send_event(send, first)
+            await _send_text(send, str(first))
             try:
                 async for event in events:
-                    await _send_event(send, event)
-                await _send_text(send, "data: [DONE]\n\n")
+                    await _send_text(send, str(event))
+                if self._ending.done:
+                    await _send_text(send, f"data: {self._ending.done}\n\n")
             except SluiceError as error:
-                await _send_event(send, body_of(error))
+                await _send_text(send, str(self._ending.failed(body_of(error))))
             except ClientGone:
                 raise
             except Exception:
                 logger.exception("event=internal_error while streaming")
-                await _send_event(send, error_body("internal error", status=500))
+                failure = self._ending.failed(error_body("internal error", status=500))
+                await _send_text(send, str(failure))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _send_event(send: Send, event: dict[str, Any]) -> None:
-    await _send_text(send, f"data: {_one_line(event)}\n\n")
-
-
-def _one_line(event: dict[str, Any]) -> str:
-    """The event as JSON without any character that a client might take for the end of a line."""
-    return json.dumps(event, ensure_ascii=False).translate(LINE_ENDS)
 
 
 async def _send_text(send: Send, text: str) -> None:
