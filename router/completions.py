@@ -11,9 +11,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from sluice.router.admission import Asked
+from sluice.router.answer import Answer
 from sluice.router.choices import ChatChoice, Choice, TextChoice
 from sluice.router.generation import read_as, read_conversation, respond
-from sluice.router.responses import Answer
 from sluice.router.service import RouterService
 
 
