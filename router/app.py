@@ -19,6 +19,7 @@ from sluice.router.canary_border import CanaryBorder
 from sluice.router.completions import completion_routes
 from sluice.router.errors import response_of, response_of_status
 from sluice.router.middleware import Border
+from sluice.router.responses_api import responses_routes
 from sluice.router.service import RouterService
 from sluice.router.status_page import page_routes
 from sluice.router.streaming import CLIENT_CLOSED_REQUEST, ClientGone
@@ -30,7 +31,12 @@ def create_app(service: RouterService) -> FastAPI:
         title="Sluice",
         openapi_url=None,
         redirect_slashes=False,
-        routes=[*completion_routes(service), *admin_routes(service), *page_routes(service)],
+        routes=[
+            *completion_routes(service),
+            *responses_routes(service),
+            *admin_routes(service),
+            *page_routes(service),
+        ],
         middleware=_middleware(service),
         exception_handlers={
             SluiceError: _expected,

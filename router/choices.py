@@ -161,18 +161,18 @@ class ChatChoice:
         if not self._with_logprobs:
             return None
         scored, self._scored = self._scored, []
-        return {"content": [self._described(token) for token in scored], "refusal": None}
+        return {"content": [described(token, self._texts) for token in scored], "refusal": None}
 
-    def _described(self, scored: Scored) -> Entry:
-        top = [self._token(token_id, value) for token_id, value in scored.logprobs.top]
-        return self._token(scored.token_id, scored.logprobs.chosen) | {"top_logprobs": top}
 
-    def _token(self, token_id: int, logprob: float) -> Entry:
-        return {
-            "token": self._texts.text_of(token_id),
-            "logprob": logprob,
-            "bytes": list(self._texts.bytes_of(token_id)),
-        }
+def described(scored: Scored, texts: TokenTexts) -> Entry:
+    """A token with its log-probability and the likeliest ones, as chat and responses show it."""
+
+    def shown(token_id: int, logprob: float) -> Entry:
+        token = {"token": texts.text_of(token_id), "logprob": logprob}
+        return {**token, "bytes": list(texts.bytes_of(token_id))}
+
+    top = [shown(token_id, value) for token_id, value in scored.logprobs.top]
+    return {**shown(scored.token_id, scored.logprobs.chosen), "top_logprobs": top}
 
 
 def _delta_of(part: Part) -> Entry:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
@@ -15,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from sluice.router.admission import Asked, make_jobs
 from sluice.router.choices import ChatOutput
 from sluice.router.merge import merged
-from sluice.router.reading import Translate, as_chat, conversation
+from sluice.router.reading import Translate, as_chat, conversation, fields_named
 from sluice.router.schemas import ChatRequest
 from sluice.router.service import Job, RouterService
 from sluice.router.streaming import Ending, Event, EventStream, unless_gone
@@ -45,16 +46,20 @@ class Conversation:
 
 
 async def read_conversation(
-    service: RouterService, request: Request, translate: Translate = as_chat
+    service: RouterService,
+    request: Request,
+    translate: Translate = as_chat,
+    names: Mapping[str, str] = MappingProxyType({}),
 ) -> Conversation:
-    """Raises InvalidRequest, UnknownModel or TemplateFailed."""
+    """names: see Translated. Raises InvalidRequest, UnknownModel or TemplateFailed."""
     arrived = time.monotonic()
     read = await read_as(service, request, lambda body: service.readers.chat(body, translate))
     schema = read.schema
     service.check_model(schema.model)
     messages, options = conversation(schema)
     options = service.encoder.with_prompt_end(options, read.prompts[0])
-    grammar = await _encode(read.num_bytes, lambda: service.encoder.grammar(messages, options))
+    with fields_named(names):
+        grammar = await _encode(read.num_bytes, lambda: service.encoder.grammar(messages, options))
     asked = Asked(
         request.state.request_id,
         schema,

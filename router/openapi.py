@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
+from sluice.router.responses_request import ResponsesRequest
 from sluice.router.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -54,6 +55,14 @@ ENDPOINTS = (
         "post", "/v1/chat/completions", "Answer a conversation", ChatRequest, COMPLETION, True
     ),
     Endpoint("post", "/v1/completions", "Continue a text", CompletionRequest, COMPLETION, True),
+    Endpoint(
+        "post",
+        "/v1/responses",
+        "Answer a conversation, as OpenAI's newer API has it",
+        ResponsesRequest,
+        ("id", "object", "status", "model", "output", "usage"),
+        True,
+    ),
     Endpoint("get", "/v1/models", "The models served here", answer=("object", "data")),
     Endpoint("get", "/v1/models/{name}", "One model", answer=("id", "object", "created")),
     Endpoint("post", "/tokenize", "Text to token ids", TokenizeRequest, ("tokens", "count")),

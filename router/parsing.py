@@ -75,7 +75,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 OF_ANSWERS = frozenset({*ChatRequest.model_fields, *CompletionRequest.model_fields})
 
 # They hold JSON of the client's own, where null is a value.
-AS_WRITTEN = frozenset({"tools", "response_format", "arguments", "chat_template_kwargs"})
+AS_WRITTEN = frozenset(
+    {
+        *("tools", "response_format", "arguments", "chat_template_kwargs"),
+        *("schema", "input", "input_schema"),  # of the Responses and the Messages API
+    }
+)
 
 SHORT = reprlib.Repr()  # of values of any size, without writing all of it
 SHORT.maxstring = SHORT.maxlong = SHORT.maxother = 60
@@ -114,6 +119,14 @@ def check(schema: type[S], data: dict[str, Any]) -> S:
         return schema.model_validate(_without_neutral(schema, data))
     except ValidationError as error:
         raise _explain(error.errors(include_url=False)[0]) from error
+
+
+def check_part(schema: type[S], data: Any, place: str) -> S:
+    """Check what stands at `place` of a body. Raises InvalidRequest as `parse` does."""
+    try:
+        return schema.model_validate(data)
+    except ValidationError as error:
+        raise _explain(error.errors(include_url=False)[0], place) from error
 
 
 def _drop_null(value: Any, *, as_written: bool = False) -> None:
@@ -166,8 +179,9 @@ def _same(value: Any, neutral: Any) -> bool:
     return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
 
 
-def _explain(problem: ErrorDetails) -> InvalidRequest:
-    param = ".".join(str(part) for part in problem["loc"]) or None
+def _explain(problem: ErrorDetails, place: str = "") -> InvalidRequest:
+    """place: where what was checked stands in the body, if it is not the body itself."""
+    param = ".".join(str(part) for part in (place, *problem["loc"]) if part != "") or None
     kind, value = problem["type"], problem["input"]
     if kind == "missing":
         return InvalidRequest(f"{param}: missing, it is required", param=param)

@@ -100,9 +100,10 @@ class Readers:
             )
             schema = parse(ChatRequest, rest)
             return Read(len(rest), schema, reading.unpacked(prompts), [], repeated)
-        _, schema, repeated = reading.translated(body, translate)
-        ids = await self._chat_ids(*reading.conversation(schema))
-        return Read(len(body), schema, [ids], [], repeated)
+        asked, schema = reading.translated(body, translate)
+        with asked.in_its_words():
+            ids = await self._chat_ids(*reading.conversation(schema))
+        return Read(len(body), schema, [ids], [], asked.repeated)
 
     async def completion(self, body: bytes) -> Read[CompletionRequest]:
         """Raises InvalidRequest."""

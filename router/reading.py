@@ -8,9 +8,10 @@ text they were made of, which the router reads in its turn.
 from __future__ import annotations
 
 import array
+import contextlib
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from sluice.engine.config import ModelConfig
@@ -42,11 +43,42 @@ class Translated:
     """Another API's request as a chat request.
 
     chat: the body of /v1/chat/completions that asks for the same. repeated: what the answer repeats
-    of the request, or is made by; plain data without its long texts.
+    of the request, or is made by; plain data without its long texts. names: the API's own names of
+    chat's fields, where they differ. places: where each message stands in the request.
     """
 
     chat: Body
-    repeated: Body
+    repeated: Body = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
+    places: Sequence[str] = ()
+
+    @contextlib.contextmanager
+    def in_its_words(self) -> Iterator[None]:
+        """Errors in the block name the fields as the client wrote them."""
+        with fields_named(self.names, self.places):
+            yield
+
+
+@contextlib.contextmanager
+def fields_named(names: Mapping[str, str], places: Sequence[str] = ()) -> Iterator[None]:
+    """An InvalidRequest in the block that names one of these fields names the other instead."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if (param := error.param) is None:
+            raise
+        named = _named(param, names, places)
+        message = named + str(error).removeprefix(param)
+        raise InvalidRequest(
+            message if str(error).startswith(param) else str(error), param=named, code=error.code
+        ) from error
+
+
+def _named(param: str, names: Mapping[str, str], places: Sequence[str]) -> str:
+    head, *rest = param.split(".")
+    if head == "messages" and rest and rest[0].isdecimal() and int(rest[0]) < len(places):
+        return ".".join([places[int(rest[0])], *rest[1:]])
+    return ".".join([names.get(head, head), *rest])
 
 
 # From the body of another API. Raises InvalidRequest. Helper processes find it by its name.
@@ -113,21 +145,23 @@ def packed_chat_ids(encoder: ChatEncoder, messages: list[Message], options: Chat
 
 def as_chat(body: Body) -> Translated:
     """The API that the others are translated to."""
-    return Translated(body, {})
+    return Translated(body)
 
 
-def translated(body: bytes, translate: Translate) -> tuple[Body, ChatRequest, Body]:
-    """The chat request, as it is and checked, and what the answer repeats."""
+def translated(body: bytes, translate: Translate) -> tuple[Translated, ChatRequest]:
+    """The chat request, as it is and checked."""
     asked = translate(read_object(body))
-    return asked.chat, check(ChatRequest, asked.chat), asked.repeated
+    with asked.in_its_words():
+        return asked, check(ChatRequest, asked.chat)
 
 
 def read_chat(
     encoder: ChatEncoder, body: bytes, translate: Translate
 ) -> tuple[bytes, Packed, Body]:
-    data, schema, repeated = translated(body, translate)
-    rest = _rest(data, messages=_outline(schema.messages))
-    return rest, [packed_chat_ids(encoder, *conversation(schema))], repeated
+    asked, schema = translated(body, translate)
+    with asked.in_its_words():
+        rest = _rest(asked.chat, messages=_outline(schema.messages))
+        return rest, [packed_chat_ids(encoder, *conversation(schema))], asked.repeated
 
 
 def read_completion(encoder: ChatEncoder, body: bytes) -> tuple[bytes, Packed, list[str]]:

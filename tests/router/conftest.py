@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -43,6 +44,12 @@ from sluice.engine.protocol import (
 )
 from sluice.router.app import create_app
 from sluice.router.service import RouterService
+from sluice.router.v4_text import BOS as V4_BOS
+from sluice.router.v4_text import CONTROL_TOKENS
+from sluice.router.v4_text import EOS as V4_EOS
+
+sys.path.insert(0, str(Path(__file__).parent))  # as tests in folders of one name are imported
+from v4_answers import write_config
 
 BOS, EOS, PAD, USER, ASSISTANT = range(5)
 SPECIAL = ["<bos>", "<eos>", "<pad>", "<user>", "<assistant>"]
@@ -557,3 +564,23 @@ def events():
         return [json.loads(line) for line in (lines[:-1] if done else lines)], done
 
     return parse
+
+
+@pytest.fixture(scope="session")
+def v4_folder(tmp_path_factory) -> Path:
+    """A checkpoint without a template, whose small tokenizer has DeepSeek-V4's control tokens."""
+    folder = write_checkpoint(tmp_path_factory.mktemp("checkpoints") / "v4", chat_template=None)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens([V4_BOS, V4_EOS])
+    tokenizer.add_tokens(list(CONTROL_TOKENS))  # as in the real one, most are not marked special
+    tokenizer.save(str(folder / "tokenizer.json"))
+    write_config(folder, tokenizer.get_vocab_size(), tokenizer.token_to_id(V4_EOS))
+    return folder
+
+
+@pytest.fixture
+async def v4(make_world, v4_folder):
+    world = await make_world(folder=v4_folder)
+    world.add_prefill(num_pages=256, max_model_len=4096)
+    world.add_decode(num_pages=256, max_model_len=4096)
+    return world

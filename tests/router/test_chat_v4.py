@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
+from v4_answers import CALL, answers, write_config
 
 from sluice.engine.config import ModelConfig
 from sluice.router.chat import ChatEncoder
 from sluice.router.checkpoint import read_checkpoint
 from sluice.router.conversation import ChatOptions
-from sluice.router.v4_text import BOS, CONTROL_TOKENS, EOS
 
 TOOLS = [
     {
@@ -22,45 +22,10 @@ TOOLS = [
         "function": {"name": "weather", "parameters": {"type": "object", "default": None}},
     }
 ]
-CALL = (
-    '\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="weather">\n'
-    '<｜DSML｜parameter name="city" string="true">Zürich ☕</｜DSML｜parameter>\n'
-    '<｜DSML｜parameter name="days" string="false">2</｜DSML｜parameter>\n'
-    "</｜DSML｜invoke>\n</｜DSML｜tool_calls>"
-)
 
 
 def tool_of(parameters: dict) -> dict:
     return {"type": "function", "function": {"name": "f", "parameters": parameters}}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory, checkpoint_writer) -> Path:
-    """A checkpoint without a template, whose small tokenizer has DeepSeek-V4's control tokens."""
-    folder = checkpoint_writer(tmp_path_factory.mktemp("checkpoints") / "v4", chat_template=None)
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.add_special_tokens([BOS, EOS])
-    tokenizer.add_tokens(list(CONTROL_TOKENS))  # as in the real one, most are not marked special
-    tokenizer.save(str(folder / "tokenizer.json"))
-    write_config(folder, tokenizer.get_vocab_size(), tokenizer.token_to_id(EOS))
-    return folder
-
-
-def write_config(folder: Path, vocab_size: int, eos_token_id: int) -> None:
-    config = {"model_type": "deepseek_v4", "vocab_size": vocab_size, "eos_token_id": eos_token_id}
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
-
-
-@pytest.fixture
-async def v4(make_world, folder):
-    world = await make_world(folder=folder)
-    world.add_prefill(num_pages=256, max_model_len=4096)
-    world.add_decode(num_pages=256, max_model_len=4096)
-    return world
-
-
-def answers(v4, text: str) -> None:
-    v4.script.plan = (*v4.ids(text), v4.tokenizer.token_to_id(EOS))
 
 
 async def prompt_of(v4, **fields) -> str:
@@ -258,9 +223,9 @@ async def test_the_mode_follows_the_request(v4, fields, end):
     assert (await prompt_of(v4, **fields)).endswith(f"<｜Assistant｜>{end}")
 
 
-async def test_the_release_is_read_from_the_encoder_beside_the_weights(v4, folder, make_world):
+async def test_the_release_is_read_from_the_encoder_beside_the_weights(v4, v4_folder, make_world):
     assert "Absolute maximum" in await prompt_of(v4, reasoning_effort="max")
-    newer = shutil.copytree(folder, folder.with_name("v4-0731"))
+    newer = shutil.copytree(v4_folder, v4_folder.with_name("v4-0731"))
     (newer / "encoding").mkdir()
     (newer / "encoding/encoding_dsv4.py").write_text("REASONING_EFFORT_PROMPTS = {}\n")
     world = await make_world(folder=newer)
@@ -273,9 +238,9 @@ async def test_the_release_is_read_from_the_encoder_beside_the_weights(v4, folde
     ("release", "effort"), [("original", "Absolute maximum"), ("v0731", "Beyond maximum")]
 )
 def test_the_config_may_name_another_release_than_the_folder_does(
-    tmp_path, folder, release, effort
+    tmp_path, v4_folder, release, effort
 ):
-    other = shutil.copytree(folder, tmp_path / "v4")
+    other = shutil.copytree(v4_folder, tmp_path / "v4")
     (other / "encoding").mkdir()
     mark = "REASONING_EFFORT_PROMPTS" if release == "original" else "REASONING_EFFORT_MAX"
     (other / "encoding/encoding_dsv4.py").write_text(mark)
