@@ -23,11 +23,11 @@ def admin_routes(service: RouterService) -> list[Route]:
     async def health(_: Request) -> Response:
         return JSONResponse({"status": "ok"})
 
-    async def ready(_: Request) -> Response:
+    async def ready(request: Request) -> Response:
         try:
             service.check_ready()
         except Unavailable as error:
-            return response_of(error)
+            return response_of(error, request.url.path)
         return JSONResponse({"status": "ready"})
 
     async def metrics(request: Request) -> Response:

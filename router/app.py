@@ -18,6 +18,7 @@ from sluice.router.admin import admin_routes
 from sluice.router.canary_border import CanaryBorder
 from sluice.router.completions import completion_routes
 from sluice.router.errors import response_of, response_of_status
+from sluice.router.messages_api import messages_routes
 from sluice.router.middleware import Border
 from sluice.router.responses_api import responses_routes
 from sluice.router.service import RouterService
@@ -34,6 +35,7 @@ def create_app(service: RouterService) -> FastAPI:
         routes=[
             *completion_routes(service),
             *responses_routes(service),
+            *messages_routes(service),
             *admin_routes(service),
             *page_routes(service),
         ],
@@ -55,7 +57,10 @@ def _middleware(service: RouterService) -> list[Middleware]:
             CORSMiddleware,
             allow_origins=origins,
             allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type", "x-request-id"],
+            allow_headers=[
+                *("authorization", "content-type", "x-request-id"),
+                *("x-api-key", "anthropic-version", "anthropic-beta"),
+            ],
             expose_headers=["x-request-id", "retry-after"],
         )
         layers.insert(0, cors)
@@ -64,13 +69,14 @@ def _middleware(service: RouterService) -> list[Middleware]:
     return layers
 
 
-async def _expected(_: Request, error: SluiceError) -> Response:
-    return response_of(error)
+async def _expected(request: Request, error: SluiceError) -> Response:
+    return response_of(error, request.url.path)
 
 
 async def _refused(request: Request, error: HTTPException) -> Response:
     message = f"{request.method} {request.url.path}: {error.detail}"
-    return response_of_status(error.status_code, message, dict(error.headers or {}))
+    headers = dict(error.headers or {})
+    return response_of_status(error.status_code, message, headers, request.url.path)
 
 
 async def _gone(_: Request, __: Exception) -> Response:

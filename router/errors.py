@@ -1,4 +1,7 @@
-"""Errors as HTTP answers in OpenAI's shape, and the few that exist only at the HTTP border."""
+"""Errors as HTTP answers, and the few that exist only at the HTTP border.
+
+All have OpenAI's shape but those of ANTHROPIC_PATHS, whose clients look for another.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,17 @@ from sluice.engine.protocol import InvalidRequest, QueueFull, SluiceError, Unava
 RETRY_AFTER_S = 1
 MAX_MESSAGE_CHARACTERS = 2000
 MAX_PARAM_CHARACTERS = 200
+ANTHROPIC_PATHS = "/v1/messages"
+ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 
 class BodyTooLarge(InvalidRequest):
@@ -71,13 +85,28 @@ def body_of(error: SluiceError) -> dict[str, Any]:
     )
 
 
-def response_of(error: SluiceError) -> JSONResponse:
+def anthropic_error(body: dict[str, Any], *, status: int) -> dict[str, Any]:
+    """The same error in Anthropic's shape; its message begins with the field."""
+    usual = "api_error" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
+    kind = ANTHROPIC_TYPES.get(status, usual)
+    return {"type": "error", "error": {"type": kind, "message": body["error"]["message"]}}
+
+
+def response_of(error: SluiceError, path: str) -> JSONResponse:
     headers = {}
     if isinstance(error, QueueFull | Unavailable):
         headers["Retry-After"] = str(RETRY_AFTER_S)
     if isinstance(error, Unauthorized):
         headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(body_of(error), error.status, headers)
+    return _response(body_of(error), error.status, headers, path)
+
+
+def _response(
+    body: dict[str, Any], status: int, headers: dict[str, str] | None, path: str
+) -> JSONResponse:
+    if path.startswith(ANTHROPIC_PATHS):
+        body = anthropic_error(body, status=status)
+    return JSONResponse(body, status, headers)
 
 
 def error_of_status(status: int, message: str) -> dict[str, Any]:
@@ -86,15 +115,17 @@ def error_of_status(status: int, message: str) -> dict[str, Any]:
     return error_body(message, status=status, code=code)
 
 
-def response_of_status(status: int, message: str, headers: dict[str, str] | None) -> JSONResponse:
+def response_of_status(
+    status: int, message: str, headers: dict[str, str] | None, path: str
+) -> JSONResponse:
     """For refusals that come from the web framework, such as an unknown path."""
-    return JSONResponse(error_of_status(status, message), status, headers)
+    return _response(error_of_status(status, message), status, headers, path)
 
 
-def internal_error() -> JSONResponse:
+def internal_error(path: str) -> JSONResponse:
     """For a bug: the log has the details, the client gets the request id in the header."""
     message = "internal error; the server's log has the details under this x-request-id"
-    return JSONResponse(error_body(message, status=500, code="internal_error"), 500)
+    return _response(error_body(message, status=500, code="internal_error"), 500, None, path)
 
 
 def _cut(text: str, max_characters: int) -> str:

@@ -44,7 +44,11 @@ class Border:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                message["headers"] = [*message["headers"], (b"x-request-id", shown)]
+                message["headers"] = [
+                    *message["headers"],
+                    (b"x-request-id", shown),
+                    (b"request-id", shown),  # what Anthropic's clients look for
+                ]
                 if (status := message["status"]) >= HTTPStatus.BAD_REQUEST:
                     log_event(
                         logger, "refused", request_id=unique, path=scope["path"], status=status
@@ -52,15 +56,22 @@ class Border:
             await send(message)
 
         try:
-            check_api_key(self._api_keys, scope["path"], headers.get(b"authorization", b""))
+            check_api_key(self._api_keys, scope["path"], _key_of(headers))
             await self._app(scope, receive, send_with_id)
         except (Unauthorized, Forbidden) as error:
-            await response_of(error)(scope, receive, send_with_id)
+            await response_of(error, scope["path"])(scope, receive, send_with_id)
         except Exception:
             logger.exception("event=internal_error request_id=%s", unique)
             if started:
                 raise  # the server then cuts the connection: nobody takes half an answer for one
-            await internal_error()(scope, receive, send_with_id)
+            await internal_error(scope["path"])(scope, receive, send_with_id)
+
+
+def _key_of(headers: dict[bytes, bytes]) -> bytes:
+    """The authorization that a client gives; Anthropic's give their key alone."""
+    if (key := headers.get(b"x-api-key")) is not None and b"authorization" not in headers:
+        return b"Bearer " + key
+    return headers.get(b"authorization", b"")
 
 
 def _plain_path(path: str) -> str:

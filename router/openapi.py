@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
+from sluice.router.messages_request import CountRequest, MessagesRequest
 from sluice.router.responses_request import ResponsesRequest
 from sluice.router.schemas import (
     ChatRequest,
@@ -62,6 +63,21 @@ ENDPOINTS = (
         ResponsesRequest,
         ("id", "object", "status", "model", "output", "usage"),
         True,
+    ),
+    Endpoint(
+        "post",
+        "/v1/messages",
+        "Answer a conversation, as Anthropic's API has it",
+        MessagesRequest,
+        ("id", "type", "role", "model", "content", "stop_reason", "usage"),
+        True,
+    ),
+    Endpoint(
+        "post",
+        "/v1/messages/count_tokens",
+        "The length of such a conversation",
+        CountRequest,
+        ("input_tokens",),
     ),
     Endpoint("get", "/v1/models", "The models served here", answer=("object", "data")),
     Endpoint("get", "/v1/models/{name}", "One model", answer=("id", "object", "created")),

@@ -11,6 +11,8 @@ class StopFilter:
     The stop string that is complete first ends the text; of two that end at the same character
     the longer one counts. The stop string itself is not part of the text.
 
+    stopped_at: the stop string that came; "" while none has.
+
     ends: from the first of these on, nothing is looked at any more: what follows is no text.
     """
 
@@ -18,7 +20,11 @@ class StopFilter:
         self._stop = tuple(stop)
         self._ends = tuple(ends)
         self._held = ""
-        self.stopped = False
+        self.stopped_at = ""
+
+    @property
+    def stopped(self) -> bool:
+        return bool(self.stopped_at)
 
     def push(self, piece: str) -> str:
         """The text that may be shown now."""
@@ -27,8 +33,9 @@ class StopFilter:
         text = self._held + piece
         found = [at for end in self._ends if (at := text.find(end)) >= 0]
         watched = min(found, default=len(text) - num_undecided(text, self._ends))
-        if (start := self._first_match(text[:watched])) is not None:
-            self.stopped, self._held = True, ""
+        if (match := self._first_match(text[:watched])) is not None:
+            start, end = match
+            self.stopped_at, self._held = text[start:end], ""
             return text[:start]
         if found:
             self._stop, self._held = (), ""
@@ -42,11 +49,12 @@ class StopFilter:
         held, self._held = self._held, ""
         return held
 
-    def _first_match(self, text: str) -> int | None:
-        """Start of the match that ends first."""
+    def _first_match(self, text: str) -> tuple[int, int] | None:
+        """Start and end of the match that ends first."""
         found = [(text.find(stop), len(stop)) for stop in self._stop]
         matches = [(start + length, start) for start, length in found if start >= 0]
-        return min(matches)[1] if matches else None
+        end, start = min(matches, default=(0, -1))
+        return (start, end) if matches else None
 
 
 def num_undecided(text: str, markers: Sequence[str]) -> int:

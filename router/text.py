@@ -27,6 +27,7 @@ class Delta:
     """The next piece of an answer. `num_tokens`: output tokens so far, the last one included.
 
     num_reasoning_tokens: those of them before the end of reasoning.
+    stop_string: the one that ended the text; "" if none did.
     scored: the tokens behind the text, if the request asks for log-probabilities. They may come
     before their text, which can be held back.
     """
@@ -37,6 +38,7 @@ class Delta:
     num_cached_tokens: int = 0
     scored: tuple[Scored, ...] = ()
     num_reasoning_tokens: int = 0
+    stop_string: str = ""
 
 
 class OutputText:
@@ -125,4 +127,5 @@ class OutputText:
             self._num_cached_tokens,
             scored,
             self._num_reasoning_tokens,
+            self._filter.stopped_at,
         )

@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from sluice.engine.protocol import ConfigError
 from sluice.router.admin import admin_routes
 from sluice.router.completions import completion_routes
+from sluice.router.messages_api import messages_routes
 from sluice.router.responses_api import responses_routes
 from sluice.router.schemas import ChatRequest
 
@@ -309,7 +310,7 @@ async def test_the_description_names_every_path_and_every_field(world):
     document = (await world.http.get("/openapi.json")).json()
     served = {
         (method.lower(), route.path.replace("{name:path}", "{name}"))
-        for routes in (completion_routes, responses_routes, admin_routes)
+        for routes in (completion_routes, responses_routes, messages_routes, admin_routes)
         for route in routes(world.service)
         for method in route.methods - {"HEAD"}
     }
