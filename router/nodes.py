@@ -51,11 +51,17 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.5
 REFUSED_PAUSE_S = 0.1  # a node that refused is not asked again before this
+TIMER_GRAIN_S = 0.002  # event loops may call a timer so much too early
 STRAY_LIMIT_S = 5.0  # for ending what the node holds and we do not know
 UNREAD_LIMIT_S = 2.0  # a client behind by more gets no further tokens computed until it reads
 
 Client = TypeVar("Client", bound=PrefillClient | DecodeClient)
 T = TypeVar("T")
+
+
+def _timers_time() -> float:
+    """The event loop's time as its timers have it: what they end has ended when they call."""
+    return asyncio.get_running_loop().time() + TIMER_GRAIN_S
 
 
 class RoutedNode(Generic[Client]):
@@ -127,7 +133,7 @@ class RoutedNode(Generic[Client]):
 
     def room_tokens(self, beside: int = 0) -> int:
         """Longest request that can start here now, beside one of so many tokens; 0 for none."""
-        now = asyncio.get_running_loop().time()
+        now = _timers_time()
         if not self.ready or now < self._refused_until or not self.breaker.allows(now):
             return 0
         return self.ledger.room_tokens(beside)
@@ -135,7 +141,7 @@ class RoutedNode(Generic[Client]):
     @property
     def trusted(self) -> bool:
         """Whether requests that went here came to an end, or it is time to see if they do."""
-        return self.breaker.allows(asyncio.get_running_loop().time())
+        return self.breaker.allows(_timers_time())
 
     def take(self, prompt: Prompt) -> None:
         """Promise the request its pages; its prefix counts as cached from now on."""

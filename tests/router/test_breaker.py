@@ -203,3 +203,23 @@ async def test_a_node_that_does_not_come_back_is_503_after_the_lease(make_world)
     world.remove("prefill-0")
     assert (await waiting).status_code == 503
     await world.until(world.quiescent)
+
+
+@pytest.mark.parametrize("pause", ["cool-down", "refusal"])
+async def test_a_timer_that_comes_a_moment_too_early_ends_its_pause_all_the_same(
+    world, monkeypatch, pause
+):
+    """Nobody would look at the queue again."""
+    node = world.service.nodes.find("decode-0")
+    loop, called = asyncio.get_running_loop(), []
+    now = loop.time()
+    monkeypatch.setattr(loop, "time", lambda: now)
+    monkeypatch.setattr(loop, "call_later", lambda delay, *_: called.append(now + delay))
+    if pause == "refusal":
+        node.pause_after_refusal()
+    else:
+        for _ in range(OPEN_AFTER):
+            node.fail(NodeError("broken"))
+    assert not node.room_tokens()
+    monkeypatch.setattr(loop, "time", lambda: called[-1] - 1e-4)
+    assert node.room_tokens() and node.trusted
