@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from sluice.engine.config import ModelConfig
 from sluice.engine.protocol import ConfigError
 from sluice.router.checkpoint import read_checkpoint
+from sluice.router.v4_text import DSML
 
-TINY = Path(__file__).parents[2] / "deploy/models/tiny-v4"
+MODELS = Path(__file__).parents[2] / "deploy/models"
+TINY = MODELS / "tiny-v4"
 READ = {
     "config.json": ["vocab_size", "max_position_embeddings", "eos_token_id", "model_type"],
     "generation_config.json": ["eos_token_id"],
@@ -107,3 +109,20 @@ def test_a_tokenizer_too_large_to_be_one_is_refused_unread(folder):
         file.truncate(10 << 30)  # a hole, which takes no disk
     with pytest.raises(ConfigError, match=r"tokenizer\.json: has 10240 MiB, expected at most 64"):
         read_checkpoint(ModelConfig(path=folder))
+
+
+def test_the_chat_checkpoint_is_the_tiny_one_with_a_token_for_v4s_own_format():
+    """Its tokenizer has that token in place of the last merge, and no template."""
+    chat, tiny = MODELS / "tiny-v4-chat", MODELS / "tiny-v4"
+    expected = json.loads((tiny / "tokenizer.json").read_text())
+    model = expected["model"]
+    *model["merges"], last = model["merges"]
+    token_id = model["vocab"].pop("".join(last))
+    token = expected["added_tokens"][-1] | {"id": token_id, "content": DSML, "special": False}
+    expected["added_tokens"].append(token)
+    assert json.loads((chat / "tokenizer.json").read_text()) == expected
+    settings = json.loads((tiny / "tokenizer_config.json").read_text())
+    del settings["chat_template"]
+    assert json.loads((chat / "tokenizer_config.json").read_text()) == settings
+    for name in ("config.json", "generation_config.json", "model.safetensors"):
+        assert (chat / name).read_bytes() == (tiny / name).read_bytes()
