@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test test-hosts gpu-check lint types format install check clean
+.PHONY: demo test test-hosts test-clients gpu-check lint types format install check clean
 
 demo: install
 	$(BIN)/python -m sluice.deploy.demo
@@ -19,6 +19,19 @@ gpu-check:
 # Prefill and decode on hosts of their own, with a network that is slow, lossy, cut or frozen.
 test-hosts: install
 	$(BIN)/pytest -m hosts tests/deploy
+
+# Real clients, unchanged, in an environment of their own; minutes to install.
+test-clients: install .venv-clients/.installed
+	$(BIN)/python tests/clients/run.py $(ARGS)
+
+# The packages of the extra `clients`, and nothing of ours.
+LIST_CLIENTS := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["clients"], sep="\n")
+.venv-clients/.installed: pyproject.toml
+	@test -x .venv-clients/bin/python || $(PYTHON) -m venv .venv-clients
+	$(BIN)/python -c '$(LIST_CLIENTS)' > .venv-clients/requirements.txt
+	.venv-clients/bin/pip install -q -r .venv-clients/requirements.txt
+	npm install --silent --prefix .venv-clients ai @ai-sdk/openai-compatible zod
+	@touch $@
 
 check: lint test
 
