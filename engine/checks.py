@@ -42,9 +42,10 @@ def _check_numbers(sampling: SamplingParams) -> None:
         raise _invalid("top_k", sampling.top_k, "a whole number from 0")
     if not _is_whole(sampling.seed):
         raise _invalid("seed", sampling.seed, "a whole number")
-    num_top = sampling.num_top_logprobs
-    if num_top is not None and not (_is_whole(num_top) and 0 <= num_top <= MAX_TOP_LOGPROBS):
-        raise _invalid("logprobs", num_top, f"0 to {MAX_TOP_LOGPROBS}")
+    for name in ("num_top_logprobs", "num_prompt_logprobs"):
+        num_top = getattr(sampling, name)
+        if num_top is not None and not (_is_whole(num_top) and 0 <= num_top <= MAX_TOP_LOGPROBS):
+            raise _invalid("logprobs", num_top, f"0 to {MAX_TOP_LOGPROBS}")
 
 
 def _check_lengths(request: GenerateRequest, max_model_len: int) -> None:

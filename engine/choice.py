@@ -173,3 +173,19 @@ def _logprobs(
         top = zip(best_ids[index].tolist(), best[index].tolist(), strict=True)
         reports[row] = Logprobs(chosen[index], tuple(top)[:num_top])
     return reports
+
+
+def score(logits: Tensor, tokens: Sequence[int], num_top: int) -> list[Logprobs]:
+    """Log-probabilities of the tokens that did come next. logits: [num_tokens, vocab], fp32.
+
+    Raises ChoiceFailed where the model's numbers are none.
+    """
+    values = logits.log_softmax(dim=-1)
+    came = values.gather(1, torch.tensor(tokens, device=values.device)[:, None])  # [num_tokens, 1]
+    if not came.isfinite().all():
+        raise ChoiceFailed("the model's numbers for the prompt are not finite")
+    ranks = ((values > came).sum(dim=-1) + 1).tolist()
+    best, best_ids = values.topk(min(num_top, values.shape[-1]), dim=-1)
+    likeliest = zip(best_ids.tolist(), best.tolist(), strict=True)
+    tops = [tuple(zip(ids, found, strict=True)) for ids, found in likeliest]
+    return [Logprobs(*each) for each in zip(came[:, 0].tolist(), tops, ranks, strict=True)]

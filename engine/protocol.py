@@ -37,7 +37,7 @@ from typing import NamedTuple, Protocol
 from sluice.cache.journal import CacheReport
 from sluice.cache.spec import PoolSpec, TableSpec
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 # Output tokens for which decode takes pages at admission; more come as the output grows, and where
 # they do not, the youngest request is preempted.
@@ -158,6 +158,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0  # divides positive logits of what came, multiplies negative
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what to add to its logit)
     num_top_logprobs: int | None = None  # report log-probabilities: so many of the likeliest too
+    num_prompt_logprobs: int | None = None  # the same for the prompt's tokens but the first
     json_schema: str = ""  # the output is a JSON text that this schema allows; "" for any text
     grammar: str = ""  # llguidance's words for what the output is; json_schema is part of it then
 
@@ -190,6 +191,11 @@ class GenerateRequest:
     def token_ids(self) -> tuple[int, ...]:
         """Tokens that prefill computes."""
         return self.prompt_token_ids + self.emitted_token_ids
+
+    @property
+    def wants_scores(self) -> bool:
+        """Whether the prompt's log-probabilities are still to be told; only prefill tells them."""
+        return self.sampling.num_prompt_logprobs is not None and not self.emitted_token_ids
 
     @property
     def max_total_tokens(self) -> int:
@@ -255,22 +261,28 @@ class Logprobs(NamedTuple):
     """Natural log-probabilities at one output position, as the model gave them.
 
     Temperature, penalties and masks change what is drawn, not these. top: (token id,
-    log-probability) of the likeliest tokens, best first.
+    log-probability) of the likeliest tokens, best first. rank: of the token there, 1 for the
+    likeliest; 0 where nobody asked.
     """
 
     chosen: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 0
 
 
 @dataclass(frozen=True)
 class PrefillResult:
-    """The first output token. The pages are on decode when this arrives, unless it is the last."""
+    """The first output token. The pages are on decode when this arrives, unless it is the last.
+
+    prompt_logprobs: of the prompt's tokens from the second on, if the request asks for them.
+    """
 
     request_id: str
     token_id: int
     finish_reason: FinishReason | None
     num_cached_tokens: int = 0
     logprobs: Logprobs | None = None
+    prompt_logprobs: tuple[Logprobs, ...] = ()
 
 
 class TokenChunk(NamedTuple):

@@ -171,16 +171,17 @@ class Runner:
                     self.pools[spec.name].copy_page(copy.source, copy.target)
 
     @torch.inference_mode()
-    def step(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+    def step(self, chunks: Sequence[Chunk], *, all_logits: bool = False) -> torch.Tensor:
         """Compute the chunks; returns fp32 logits [num_requests, vocab] of their last tokens.
 
+        all_logits: of all tokens, [num_tokens, vocab]; for a step of few, as that is much memory.
         The pages for [start, end) of every chunk must be held. The logits may be overwritten by the
         next step.
         """
-        if all(end - start == 1 for _, start, end in chunks):
+        if not all_logits and all(end - start == 1 for _, start, end in chunks):
             return self.decode_steps.run(chunks)
         inputs = build_inputs(chunks, self.manager, self.device)
-        return self.model.forward(inputs, self.pools)
+        return self.model.forward(inputs, self.pools, all_logits=all_logits)
 
 
 def role_specs(specs: Sequence[PoolSpec], role: RoleConfig) -> tuple[PoolSpec, ...]:

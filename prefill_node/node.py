@@ -26,7 +26,7 @@ import torch
 from sluice.cache.clock import lease_clock
 from sluice.engine.attempts import Attempts
 from sluice.engine.batch import Chunk
-from sluice.engine.choice import choose
+from sluice.engine.choice import choose, score
 from sluice.engine.config import SluiceConfig
 from sluice.engine.intake import Intake
 from sluice.engine.loop import LoopThread, pass_failure, promise
@@ -146,7 +146,14 @@ class PrefillNode:
                 raise NodeError(f"request {request.request_id}: came twice; the first goes on")
             self._sender.open(replace(grant, expires_at=request.expires_at))
             self._routers.sign(request.router_id)
-            job = Job(state, grant, result, keys, router_id=request.router_id)
+            job = Job(
+                state,
+                grant,
+                result,
+                keys,
+                router_id=request.router_id,
+                wants_scores=request.wants_scores,
+            )
             self._scheduler.add(job)
             job.begin(self.info.node_id, request.traceparent)
 
@@ -251,7 +258,8 @@ class PrefillNode:
         """Compute the chunks, then post what each of them finished."""
         started = time.perf_counter()
         try:
-            logits = self.runner.step(chunks)
+            scored = self._scheduler.scored(chunks)
+            logits = self.runner.step(chunks, all_logits=scored)
         except Exception as error:
             log.exception("event=step_failed node=%s", self.info.node_id)
             for chunk in chunks:
@@ -259,6 +267,9 @@ class PrefillNode:
             return
         self.metrics.step_seconds.observe(time.perf_counter() - started)
         self.metrics.computed_tokens.labels("prefill").inc(sum(c.num_tokens for c in chunks))
+        if scored:
+            self._finish_safely(chunks[0], logits)
+            return
         for row, chunk in enumerate(chunks):
             self._finish_safely(chunk, logits[row : row + 1])
 
@@ -266,6 +277,8 @@ class PrefillNode:
         """Whatever goes wrong with one chunk ends that request, not the loop."""
         try:
             self._finish_chunk(chunk, logits)
+        except ChoiceFailed as error:
+            self._fail(chunk.request.grant_id, error)
         except Exception as error:
             log.exception("event=chunk_failed request_id=%s", chunk.request.request_id)
             self._fail(chunk.request.grant_id, NodeError(f"prefill could not go on: {error}"))
@@ -273,7 +286,7 @@ class PrefillNode:
     def _finish_chunk(self, chunk: Chunk, logits: torch.Tensor) -> None:
         """Post the chunk's pages, then keep or expire what the request needs no more.
 
-        logits: [1, vocab] of the chunk's last token.
+        logits: [1, vocab] of the chunk's last token, or [num_tokens, vocab] to score all by.
         """
         request = chunk.request
         job = self._scheduler.find(request.grant_id)
@@ -281,7 +294,9 @@ class PrefillNode:
         request.num_computed_tokens = chunk.end
         if chunk.start == job.num_cached_tokens:
             self._count_lookup(job)
-        first_token = self._first_token(job, logits) if job.computed else None
+        if job.wants_scores:
+            self._score(job, chunk, logits)
+        first_token = self._first_token(job, logits[-1:]) if job.computed else None
         if job.error is None and (job.outcome is None or job.outcome.finish_reason is None):
             self._post(job, chunk, first_token)
         if not isinstance(job.error, ChoiceFailed):  # its rows may be damaged: not for others
@@ -291,6 +306,13 @@ class PrefillNode:
         manager = self.runner.manager
         if manager.prefix_cache:
             self.metrics.count_lookup(manager.specs, job.num_prompt_tokens, job.num_cached_tokens)
+
+    def _score(self, job: Job, chunk: Chunk, logits: torch.Tensor) -> None:
+        """How likely the prompt's tokens after the chunk's own were. Raises ChoiceFailed."""
+        num_top = job.request.sampling.num_prompt_logprobs
+        assert num_top is not None, "such a job's request asks for it"
+        came = job.request.token_ids[chunk.start + 1 : chunk.end + 1]
+        job.scores += score(logits[: len(came)], came, num_top)
 
     def _first_token(self, job: Job, logits: torch.Tensor) -> int | None:
         """Sample it into the job's outcome; None if that failed, which ends the job."""
@@ -302,7 +324,12 @@ class PrefillNode:
         token = choice.token_id
         reason = request.append(token)
         job.outcome = PrefillResult(
-            request.request_id, token, reason, job.num_cached_tokens, choice.logprobs
+            request.request_id,
+            token,
+            reason,
+            job.num_cached_tokens,
+            choice.logprobs,
+            tuple(job.scores),
         )
         return token
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -12,13 +12,15 @@ from sluice.cache.keys import PrefixKeys
 from sluice.cache.manager import NoRoom
 from sluice.cache.prefix_tree import Hit
 from sluice.engine.batch import Chunk
-from sluice.engine.protocol import NodeError, PageGrant, PrefillResult, SluiceError
+from sluice.engine.protocol import Logprobs, NodeError, PageGrant, PrefillResult, SluiceError
 from sluice.engine.request import Request
 from sluice.engine.runner import Runner
 from sluice.engine.tracing import NO_SPAN, Span, begin_span
 from sluice.transfer.outgoing import Transfer
 
 log = logging.getLogger(__name__)
+
+SCORED_TOKENS = 256  # of a step whose logits are all wanted: 128 MB with a large vocabulary
 
 
 @dataclass
@@ -41,6 +43,8 @@ class Job:
     aborts: list[Future[None]] = field(default_factory=list)
     node_id: str = ""
     span: Span = NO_SPAN
+    wants_scores: bool = False
+    scores: list[Logprobs] = field(default_factory=list)  # of the prompt's tokens, from the second
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -161,17 +165,26 @@ class PrefillScheduler:
     def next_chunks(self) -> list[Chunk]:
         """The next step's chunks: at most `max_batch_tokens` tokens, oldest request first."""
         self._admit()
-        chunks = []
+        chunks: list[Chunk] = []
         budget = self._max_batch_tokens
         for job in self._computable():
+            if job.wants_scores:  # alone in a step: its logits are many
+                if chunks:
+                    break
+                budget = min(budget, SCORED_TOKENS)
             start = job.request.num_computed_tokens
             end = min(start + budget, self._next_resume(job, start))
             self._manager.extend(job.request.grant_id, end)
             chunks.append(Chunk(job.request, start, end))
             budget -= end - start
-            if budget == 0:
+            if budget == 0 or job.wants_scores:
                 break
         return chunks
+
+    def scored(self, chunks: Sequence[Chunk]) -> bool:
+        """Whether the step wants the logits of all its tokens; it is one chunk then."""
+        job = self.find(chunks[0].request.grant_id)
+        return job is not None and job.wants_scores
 
     def settle(self, job: Job) -> None:
         """Keep what a chunk added for later prompts, then expire what the request needs no more.
@@ -182,6 +195,9 @@ class PrefillScheduler:
         """
         request = job.request
         end = request.num_computed_tokens
+        if job.wants_scores:  # nobody comes back to it, and it was computed without what is cached
+            self._manager.expire(request.grant_id, end)
+            return
         self._manager.cache_history(request.grant_id, job.keys, end)
         likely = end in job.likely_resumes
         wanted = likely or job.computed or end % self._resume_every_tokens == 0

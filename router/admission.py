@@ -12,6 +12,8 @@ from sluice.router.errors import too_long
 from sluice.router.schemas import ChatRequest, CompletionRequest, GenerationSchema
 from sluice.router.service import Job, RouterService
 
+MAX_SCORED_TOKENS = 16_384
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -50,6 +52,7 @@ def make_jobs(service: RouterService, asked: Asked) -> list[Job]:
     prompt_field = "messages" if asked.is_chat else "prompt"
     for prompt in asked.prompts:
         _check_length(service, len(prompt), prompt_field)
+        _check_scored(schema, len(prompt), prompt_field)
         check_token_ids(service, prompt, prompt_field)
     check_token_ids(service, schema.stop_token_ids, "stop_token_ids")
     check_token_ids(service, list(schema.logit_bias), "logit_bias")
@@ -72,13 +75,14 @@ def make_jobs(service: RouterService, asked: Asked) -> list[Job]:
                 prompt,
                 sampling,
                 priority=schema.priority,
-                cache_salt=service.secret_salt(schema.cache_salt),
+                cache_salt=_salt(service, schema),
             ),
             asked.stop,
             asked.arrived,
             asked.traceparent,
             asked.end_of_reasoning,
             asked.begin_of_calls,
+            schema.only_prompt,
         )
         for index, (prompt, sampling) in enumerate(requests)
     ]
@@ -108,6 +112,7 @@ def _sampling(
         repetition_penalty=schema.repetition_penalty,
         logit_bias=tuple(schema.logit_bias.items()),
         num_top_logprobs=schema.num_top_logprobs,
+        num_prompt_logprobs=schema.num_prompt_logprobs,
         json_schema=schema.response_format.schema_text or "",
         seed=seed,
         grammar=asked.grammar,
@@ -137,6 +142,23 @@ def _check_length(service: RouterService, num_prompt_tokens: int, field: str) ->
             max_context_tokens=max_model_len,
             param=field,
         )
+
+
+def _check_scored(schema: GenerationSchema, num_prompt_tokens: int, field: str) -> None:
+    """Raises InvalidRequest for more log-probabilities than one answer should hold."""
+    if schema.num_prompt_logprobs is not None and num_prompt_tokens > MAX_SCORED_TOKENS:
+        raise InvalidRequest(
+            f"{field}: {num_prompt_tokens} tokens whose log-probabilities are asked for, expected "
+            f"at most {MAX_SCORED_TOKENS}; leave out echo or prompt_logprobs, or send parts",
+            param=field,
+        )
+
+
+def _salt(service: RouterService, schema: GenerationSchema) -> str:
+    """A prompt that is scored is computed whole: what is cached has no logits."""
+    if schema.num_prompt_logprobs is not None:
+        return secrets.token_hex(16)
+    return service.secret_salt(schema.cache_salt)
 
 
 def _check_min_tokens(
@@ -169,6 +191,8 @@ def _max_tokens(
             param=field,
         )
     room = limit - num_prompt_tokens
+    if schema.only_prompt:
+        return 1  # the least that nodes can do
     max_tokens = schema.output_limit or min(schema.usual_max_tokens or room, room)
     if max_tokens > room:
         raise too_long(

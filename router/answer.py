@@ -53,7 +53,7 @@ class Answer(OpenAIEnding):
     def events(self, index: int, delta: Delta) -> list[Event]:
         """The chunks for one choice's next delta; its first delta brings the opening too."""
         choice = self._choices[index]
-        entries = [] if index in self._last else choice.opening()
+        entries = [] if index in self._last else choice.opening(delta)
         self._last[index] = delta
         usage: dict[str, Any] = {"usage": None} if self._with_usage else {}
         if self._continuous_usage:

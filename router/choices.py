@@ -6,11 +6,12 @@ ever running ahead of the text: tokens whose text is held back wait for the entr
 
 from __future__ import annotations
 
+import itertools
 import uuid
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from sluice.engine.protocol import FinishReason
+from sluice.engine.protocol import FinishReason, Logprobs
 from sluice.router.conversation import CallPart, OutputParser, Part
 from sluice.router.text import Delta, Scored
 from sluice.router.token_text import TokenTexts
@@ -21,8 +22,8 @@ Entry = dict[str, Any]
 class Choice(Protocol):
     """One output of an answer. Use it for a stream or for a whole answer, not for both."""
 
-    def opening(self) -> list[Entry]:
-        """Entries that come before the first delta's."""
+    def opening(self, first: Delta) -> list[Entry]:
+        """Entries that come before those of the first delta."""
         ...
 
     def entries(self, delta: Delta) -> list[Entry]:
@@ -35,17 +36,38 @@ class Choice(Protocol):
 
 
 class TextChoice:
-    """A choice of /v1/completions. prefix: text to show before the output."""
+    """A choice of /v1/completions.
 
-    def __init__(self, index: int, texts: TokenTexts, *, prefix: str, with_logprobs: bool) -> None:
+    prefix: text to show before the output. prompt: its tokens, for their log-probabilities, which
+    are shown in `logprobs` with the prefix; prompt_logprobs: and in a field of that name, with so
+    many of the likeliest, unless None.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        texts: TokenTexts,
+        *,
+        prefix: str,
+        with_logprobs: bool,
+        prompt: Sequence[int] = (),
+        prompt_logprobs: int | None = None,
+    ) -> None:
+        self._prompt = prompt
+        self._prompt_logprobs = prompt_logprobs
         self._index = index
         self._texts = texts
         self._prefix = prefix
         self._with_logprobs = with_logprobs
         self._scored: list[Scored] = []
 
-    def opening(self) -> list[Entry]:
-        return [self._entry(self._prefix, None)] if self._prefix else []
+    def opening(self, first: Delta) -> list[Entry]:
+        if not self._prefix and self._prompt_logprobs is None:
+            return []
+        entry = self._entry(self._prefix, None)
+        if self._with_logprobs and self._prefix:
+            entry["logprobs"] = self._of_prompt(first.prompt_logprobs)
+        return [entry | self._listed(first.prompt_logprobs)]
 
     def entries(self, delta: Delta) -> list[Entry]:
         self._scored += delta.scored
@@ -59,7 +81,44 @@ class TextChoice:
     def whole(self, deltas: Sequence[Delta]) -> Entry:
         self._scored += [scored for delta in deltas for scored in delta.scored]
         text = self._prefix + "".join(delta.text for delta in deltas)
-        return self._entry(text, deltas[-1].finish_reason)
+        entry = self._entry(text, deltas[-1].finish_reason)
+        scores = deltas[0].prompt_logprobs
+        if self._with_logprobs and self._prefix:
+            before = self._of_prompt(scores)
+            entry["logprobs"] = {key: before[key] + entry["logprobs"][key] for key in before}
+        return entry | self._listed(scores)
+
+    def _of_prompt(self, scores: Sequence[Logprobs]) -> Entry:
+        """The same of the prompt's tokens; the first has nothing before it to be likely after."""
+        texts = [self._texts.text_of(token_id) for token_id in self._prompt]
+        ends = list(itertools.accumulate(map(len, texts)))
+        likely: list[Entry | None] = [
+            {self._texts.text_of(token_id): value for token_id, value in score.top}
+            | {text: score.chosen}
+            for text, score in zip(texts[1:], scores, strict=False)
+        ]
+        return {
+            "tokens": texts,
+            "token_logprobs": [None, *(score.chosen for score in scores)],
+            "top_logprobs": [None, *likely],
+            "text_offset": [0, *ends[:-1]],
+        }
+
+    def _listed(self, scores: Sequence[Logprobs]) -> Entry:
+        """`prompt_logprobs`, by token ids, if they are asked for."""
+        if self._prompt_logprobs is None:
+            return {}
+        listed: list[Entry | None] = [None]
+        for token_id, score in zip(self._prompt[1:], scores, strict=False):
+            top = score.top[: self._prompt_logprobs]
+            ranked = {each: (value, rank) for rank, (each, value) in enumerate(top, 1)}
+            ranked[token_id] = (score.chosen, score.rank)
+            listed.append({str(each): self._told(each, *told) for each, told in ranked.items()})
+        return {"prompt_logprobs": listed}
+
+    def _told(self, token_id: int, logprob: float, rank: int) -> Entry:
+        text = self._texts.text_of(token_id)
+        return {"logprob": logprob, "rank": rank, "decoded_token": text}
 
     def _entry(self, text: str, reason: FinishReason | None) -> Entry:
         return {
@@ -119,7 +178,7 @@ class ChatChoice:
         self._with_logprobs = with_logprobs
         self._scored: list[Scored] = []
 
-    def opening(self) -> list[Entry]:
+    def opening(self, first: Delta) -> list[Entry]:
         content = None if self._output.must_call else ""
         return [self._entry({"delta": {"role": "assistant", "content": content}}, None)]
 

@@ -41,6 +41,8 @@ def completion_routes(service: RouterService) -> list[Route]:
                 service.token_texts,
                 prefix=read.shown[index // schema.n] if schema.echo else "",
                 with_logprobs=schema.logprobs is not None,
+                prompt=read.prompts[index // schema.n],
+                prompt_logprobs=schema.prompt_logprobs,
             )
 
         traceparent = request.headers.get("traceparent", "")

@@ -39,7 +39,7 @@ class Tokens:
     """Output tokens in order. `num_cached_tokens`: prompt tokens prefill did not compute.
 
     logprobs: one for each token if the request asks for them, else none. nodes: ids of the prefill
-    and the decode node of this attempt.
+    and the decode node of this attempt. prompt_logprobs: with the first token, if asked for.
     """
 
     token_ids: tuple[int, ...]
@@ -47,6 +47,7 @@ class Tokens:
     num_cached_tokens: int = 0
     logprobs: tuple[Logprobs, ...] = ()
     nodes: tuple[str, str] = ("-", "-")
+    prompt_logprobs: tuple[Logprobs, ...] = ()
 
 
 class Dispatcher:
@@ -85,8 +86,9 @@ class Dispatcher:
                 request_id=f"{request.request_id}.{number}",
                 router_id=self._router_id,
                 emitted_token_ids=tuple(emitted),
-                local=len(request.prompt_token_ids) + len(emitted) < self._local_below_tokens,
             )
+            short = len(attempt.token_ids) < self._local_below_tokens
+            attempt = replace(attempt, local=short and not attempt.wants_scores)
             try:
                 async with contextlib.aclosing(self._attempt(attempt, ticket)) as stream:
                     async for tokens in stream:
@@ -162,7 +164,14 @@ class Dispatcher:
 def _first_tokens(request: GenerateRequest, first: PrefillResult, pair: Pair) -> Tokens:
     logprobs = () if first.logprobs is None else (first.logprobs,)
     num_cached_tokens = _cached(request, first.num_cached_tokens)
-    return Tokens((first.token_id,), first.finish_reason, num_cached_tokens, logprobs, pair.names)
+    return Tokens(
+        (first.token_id,),
+        first.finish_reason,
+        num_cached_tokens,
+        logprobs,
+        pair.names,
+        first.prompt_logprobs,
+    )
 
 
 def _cached(request: GenerateRequest, num_tokens: int) -> int:

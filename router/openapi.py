@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
+from sluice.router.errors import ANTHROPIC_PATHS
 from sluice.router.messages_request import CountRequest, MessagesRequest
 from sluice.router.responses_request import ResponsesRequest
 from sluice.router.schemas import (
@@ -35,6 +36,18 @@ ERROR = {
         }
     },
     "required": ["error"],
+}
+ANTHROPIC_ERROR = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+            "required": ["type", "message"],
+        },
+    },
+    "required": ["type", "error"],
 }
 
 
@@ -110,7 +123,7 @@ def openapi(model_name: str) -> dict[str, Any]:
         "info": {"title": "Sluice", "version": "1"},
         "paths": paths,
         "components": {
-            "schemas": definitions["$defs"] | {"Error": ERROR},
+            "schemas": definitions["$defs"] | {"Error": ERROR, "AnthropicError": ANTHROPIC_ERROR},
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
         "security": [{}, {"key": []}],  # a key is needed only where the operator has set some
@@ -118,7 +131,8 @@ def openapi(model_name: str) -> dict[str, Any]:
 
 
 def _operation(endpoint: Endpoint) -> dict[str, Any]:
-    error = {"application/json": {"schema": {"$ref": REFERENCE.format(model="Error")}}}
+    shape = "AnthropicError" if endpoint.path.startswith(ANTHROPIC_PATHS) else "Error"
+    error = {"application/json": {"schema": {"$ref": REFERENCE.format(model=shape)}}}
     operation: dict[str, Any] = {
         "summary": endpoint.summary,
         "responses": {

@@ -181,7 +181,10 @@ class WaitingQueue:
         outgrown = prompt.num_tokens > max_tokens.prefill
         # It was admitted by its prompt; the output that it has by now is computed where it fits.
         prompt.local = prompt.request.local or (
-            waiter.ticket.returning and outgrown and max_tokens.prefill > 0
+            waiter.ticket.returning
+            and outgrown
+            and max_tokens.prefill > 0
+            and not prompt.request.wants_scores
         )
         if outgrown and not prompt.local:
             return False

@@ -223,6 +223,16 @@ class GenerationSchema(Schema):
         return self.max_completion_tokens or self.max_tokens
 
     @property
+    def only_prompt(self) -> bool:
+        """Whether no output is wanted, only what is known of the prompt."""
+        return False
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """None: no log-probabilities of the prompt are asked for."""
+        return None
+
+    @property
     def usual_max_tokens(self) -> int | None:
         """Where the request sets no limit, at most so many tokens; None: as many as fit."""
         return None
@@ -297,13 +307,13 @@ class ChatRequest(ConversationSchema, GenerationSchema):
 
 class CompletionRequest(GenerationSchema):
     prompt: Prompts
+    max_tokens: int | None = Field(None, ge=0)
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
 
     @model_validator(mode="after")
-    def _no_logprobs_of_prompts(self) -> CompletionRequest:
-        if self.echo and self.logprobs is not None:
-            raise ValueError("logprobs: not supported together with echo, leave one of them out")
+    def _not_too_many(self) -> CompletionRequest:
         if self.n * len(self.prompt) > MAX_CHOICES:
             raise ValueError(
                 f"prompt: {len(self.prompt)} prompts with {self.n} answers each, expected at most "
@@ -318,6 +328,16 @@ class CompletionRequest(GenerationSchema):
     @property
     def num_top_logprobs(self) -> int | None:
         return self.logprobs
+
+    @property
+    def only_prompt(self) -> bool:
+        return self.max_tokens == 0
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """An echo has them for the prompt, too, where it has them for the output."""
+        asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((number for number in asked if number is not None), default=None)
 
 
 class TokenizeRequest(ConversationSchema):

@@ -62,6 +62,7 @@ class Job:
     arrived: time.monotonic(). traceparent: the client's own, as it came. end_of_reasoning: the
     token that ends the reasoning with which the answer begins; None if it begins with none.
     begin_of_calls: texts of which one begins its tool calls, which no stop string cuts.
+    only_prompt: no output is wanted, only what is known of the prompt.
     """
 
     request: GenerateRequest
@@ -70,6 +71,7 @@ class Job:
     traceparent: str = ""
     end_of_reasoning: int | None = None
     begin_of_calls: tuple[str, ...] = ()
+    only_prompt: bool = False
 
     def span(self) -> Span:
         """The root of what we do for the request."""
@@ -257,6 +259,7 @@ class RouterService:
             request.sampling.min_tokens,
             job.end_of_reasoning,
             job.begin_of_calls,
+            only_prompt=job.only_prompt,
         )
         num_prompt_tokens = len(request.prompt_token_ids)
         with (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tokenizers import Tokenizer
 
@@ -27,6 +27,7 @@ class Delta:
     """The next piece of an answer. `num_tokens`: output tokens so far, the last one included.
 
     num_reasoning_tokens: those of them before the end of reasoning.
+    prompt_logprobs: of the prompt's tokens from the second on, with the first delta, if asked for.
     stop_string: the one that ended the text; "" if none did.
     scored: the tokens behind the text, if the request asks for log-probabilities. They may come
     before their text, which can be held back.
@@ -39,6 +40,7 @@ class Delta:
     scored: tuple[Scored, ...] = ()
     num_reasoning_tokens: int = 0
     stop_string: str = ""
+    prompt_logprobs: tuple[Logprobs, ...] = ()
 
 
 class OutputText:
@@ -47,7 +49,8 @@ class OutputText:
 
     min_tokens: a stop string may begin only after so many tokens. end_of_reasoning: the token that
     ends the reasoning at the beginning; None if there is none. begin_of_calls: texts of which one
-    begins the tool calls at the end. Stop strings are looked for between the two only.
+    begins the tool calls at the end. Stop strings are looked for between the two only. only_prompt:
+    no output is wanted, and the one token that there is has to be shown to nobody.
     """
 
     def __init__(
@@ -57,7 +60,10 @@ class OutputText:
         min_tokens: int = 0,
         end_of_reasoning: int | None = None,
         begin_of_calls: Sequence[str] = (),
+        *,
+        only_prompt: bool = False,
     ) -> None:
+        self._only_prompt = only_prompt
         self._end_of_reasoning = end_of_reasoning  # None once it has come
         self._num_reasoning_tokens = 0
         self._detokenizer = Detokenizer(tokenizer)
@@ -72,6 +78,17 @@ class OutputText:
     def take(self, tokens: Tokens) -> Delta:
         """The text these tokens add; its finish reason is STOP if a stop string is complete."""
         self._num_cached_tokens = max(self._num_cached_tokens, tokens.num_cached_tokens)
+        if self._only_prompt:
+            nothing = Delta("", 0, FinishReason.LENGTH, self._num_cached_tokens)
+            return replace(nothing, prompt_logprobs=tokens.prompt_logprobs)
+        delta = self._shown(tokens)
+        return (
+            replace(delta, prompt_logprobs=tokens.prompt_logprobs)
+            if tokens.prompt_logprobs
+            else delta
+        )
+
+    def _shown(self, tokens: Tokens) -> Delta:
         visible = tokens.token_ids
         if tokens.finish_reason is FinishReason.STOP:
             visible = visible[:-1]  # the stop token ends the text, it is not part of it

@@ -7,7 +7,8 @@ import re
 import pytest
 
 BAD_FIELDS = [
-    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens"),
     ({"max_tokens": "5"}, "max_tokens"),
     ({"max_tokens": 5.0}, "max_tokens"),
     ({"max_tokens": True}, "max_tokens"),
@@ -27,7 +28,7 @@ BAD_FIELDS = [
     ({"best_of": 2}, "best_of"),
     ({"logprobs": 21}, "logprobs"),
     ({"logprobs": True}, "logprobs"),
-    ({"logprobs": 1, "echo": True}, "logprobs"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs"),
     ({"echo": "yes"}, "echo"),
     ({"min_p": 1.5}, "min_p"),
     ({"frequency_penalty": 2.5}, "frequency_penalty"),

@@ -167,7 +167,7 @@ async def test_a_copy_that_takes_too_long_has_failed(with_canary, raw_server):
 async def test_what_cannot_be_compared_is_skipped_untried(with_canary, other):
     world = await with_canary(other.url)
     await world.complete(temperature=1)  # draws at random
-    await world.complete(temperature=0, max_tokens=0)  # refused
+    await world.complete(temperature=0, max_tokens=-1)  # refused
     await world.complete(temperature=0, user="x" * (1 << 20))  # too long
     await until_counted(world, "skipped", 3)
     assert other.prefills["prefill-0"].calls == []
@@ -234,7 +234,7 @@ async def test_leaving_while_the_canary_answers_leaves_nothing(with_canary, othe
 async def test_bad_requests_are_refused_by_our_own_router(with_canary, other):
     for shadow in (True, False):
         world = await with_canary(other.url, shadow=shadow)
-        answer = await world.complete(max_tokens=0)
+        answer = await world.complete(max_tokens=-1)
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "max_tokens"
         odd = await world.http.post("/v1/completions", content=b"[", headers={
             "content-type": "application/json"})  # fmt: skip

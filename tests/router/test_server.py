@@ -50,7 +50,7 @@ async def test_the_official_client_completes_and_lists_models(world, client):
 
 async def test_the_official_client_understands_our_errors(client):
     with pytest.raises(openai.BadRequestError, match="max_tokens"):
-        await client.completions.create(model="tiny", prompt="a", max_tokens=0)
+        await client.completions.create(model="tiny", prompt="a", max_tokens=-1)
     with pytest.raises(openai.NotFoundError):
         await client.completions.create(model="other", prompt="a")
 

@@ -40,7 +40,7 @@ class Mood(enum.Enum):
 
 
 # Each has an end: a model that means nothing would go on for ever where a schema lets it.
-Age = Annotated[int, Field(ge=0, le=120)]
+Age = Literal[18, 40, 80]  # some clients take bounds out of schemas
 Days = Annotated[int, Field(ge=1, le=9)]
 City = Literal["Rome", "Oslo"]
 
