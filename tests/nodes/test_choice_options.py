@@ -56,10 +56,10 @@ def test_every_token_brings_its_logprobs_if_asked(config, start_local, make_requ
     request = make_request(45, vocab_size=VOCAB, max_tokens=8, num_top_logprobs=3)
     tokens, logprobs = generate(pair, request)
     assert len(logprobs) == len(tokens) == 8
-    for token, (chosen, top) in zip(tokens, logprobs, strict=True):
+    for token, (chosen, top, _) in zip(tokens, logprobs, strict=True):
         assert top[0] == (token, chosen) and len(top) == 3  # greedy: the likeliest is chosen
     resumed = replace(request, request_id="resumed", emitted_token_ids=tuple(tokens[:3]))
     _, again = generate(pair, resumed)
-    for (chosen, _), (expected, _) in zip(again, logprobs[3:], strict=True):
+    for (chosen, *_), (expected, *_) in zip(again, logprobs[3:], strict=True):
         assert chosen == pytest.approx(expected, abs=1e-4)
     assert generate(pair, make_request(45, vocab_size=VOCAB, seed=1))[1] == [None]
