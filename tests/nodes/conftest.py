@@ -1,5 +1,6 @@
 """Prefill and decode nodes in two processes over NIXL, or in this one; and one that does both."""
 
+import contextlib
 import json
 import queue
 import random
@@ -10,16 +11,21 @@ from dataclasses import replace
 from multiprocessing.connection import Listener
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 
+from sluice.decode_node.client import AsyncDecode
 from sluice.engine.batch import Chunk
 from sluice.engine.choice import choose
 from sluice.engine.config import parse_config
-from sluice.engine.protocol import GenerateRequest, Role, SamplingParams
+from sluice.engine.protocol import ClusterState, GenerateRequest, Role, SamplingParams
 from sluice.engine.runner import Runner
 from sluice.model.registry import load_model
+from sluice.prefill_node.client import AsyncPrefill
 from sluice.prefill_node.node import PrefillNode
+from sluice.router.app import create_app
+from sluice.router.service import RouterService
 from sluice.transfer.local_transport import LocalTransport
 
 HOST_SCRIPT = Path(__file__).with_name("decode_host.py")
@@ -137,6 +143,11 @@ class Pair:
         self.prefill.stop()
 
 
+class OneCluster:
+    async def state(self):
+        return ClusterState({})
+
+
 class LocalPair:
     """A prefill and a decode node in this process, joined by the in-process transport.
 
@@ -246,6 +257,36 @@ def start_pair(tmp_path_factory):
 @pytest.fixture(scope="session")
 def single_of():
     return Single
+
+
+@pytest.fixture
+def router_over():
+    """A router's service over a pair in this process; whoever serves it starts and stops it."""
+
+    def over(pair):
+        service = RouterService(pair.config, OneCluster())
+        service.set_nodes([AsyncPrefill(pair.prefill)], [AsyncDecode(pair.decode)])
+        return service
+
+    return over
+
+
+@pytest.fixture
+def http_over(router_over):
+    """An HTTP client of such a router, for a block."""
+
+    @contextlib.asynccontextmanager
+    async def over(pair):
+        service = router_over(pair)
+        await service.start()
+        transport = httpx.ASGITransport(app=create_app(service))
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://test", timeout=60
+        ) as client:
+            yield client
+        await service.stop(limit_s=5)
+
+    return over
 
 
 @pytest.fixture

@@ -7,12 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from sluice.decode_node.client import AsyncDecode
 from sluice.engine.config import load_config
-from sluice.engine.protocol import ClusterState
-from sluice.prefill_node.client import AsyncPrefill
 from sluice.router.server import serve
-from sluice.router.service import RouterService
 
 ROOT = Path(__file__).parents[2]
 SESSIONS = ROOT / "tests/clients/sessions"
@@ -20,18 +16,10 @@ CONFIG = ROOT / "deploy/configs/v4chat.yaml"
 LIMIT_S = 120
 
 
-class OneCluster:
-    async def state(self):
-        return ClusterState({})
-
-
 @pytest.mark.parametrize("file", ["openai_chat.py", "openai_responses.py"])
-async def test_a_clients_sessions_all_end_well(start_local, file):
+async def test_a_clients_sessions_all_end_well(start_local, router_over, file):
     config = load_config(CONFIG)
-    pair = start_local(config)
-    service = RouterService(config, OneCluster())
-    service.set_nodes([AsyncPrefill(pair.prefill)], [AsyncDecode(pair.decode)])
-    server = await serve(service, "127.0.0.1", 0)
+    server = await serve(router_over(start_local(config)), "127.0.0.1", 0)
     try:
         process = await asyncio.create_subprocess_exec(
             sys.executable, str(SESSIONS / file), server.url, config.model.served_name,

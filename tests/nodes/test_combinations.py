@@ -21,11 +21,6 @@ import jsonschema
 import pytest
 from tqdm import tqdm
 
-from sluice.decode_node.client import AsyncDecode
-from sluice.engine.protocol import ClusterState
-from sluice.prefill_node.client import AsyncPrefill
-from sluice.router.app import create_app
-from sluice.router.service import RouterService
 from sluice.router.v4_text import CONTROL_TOKENS, DSML
 
 MODEL = Path(__file__).parents[2] / "deploy/models/tiny-v4-chat"
@@ -166,27 +161,16 @@ def plain(choice: dict) -> dict:
     }
 
 
-class OneCluster:
-    async def state(self):
-        return ClusterState({})
-
-
 @pytest.fixture
-async def post(config_of, start_local):
+async def post(config_of, start_local, http_over):
     config = config_of(MODEL, prefill={"prefix_cache": True}, decode={"prefix_cache": True})
-    pair = start_local(config)
-    service = RouterService(config, OneCluster())
-    await service.start()
-    service.set_nodes([AsyncPrefill(pair.prefill)], [AsyncDecode(pair.decode)])
-    transport = httpx.ASGITransport(app=create_app(service))
-    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:
+    async with http_over(start_local(config)) as client:
 
         async def send(**body) -> httpx.Response:
             body |= {"model": config.model.served_name}
             return await client.post("/v1/chat/completions", json=body)
 
         yield send
-    await service.stop(limit_s=0)
 
 
 class Differs(Exception):

@@ -2,14 +2,7 @@
 
 import dataclasses
 
-import httpx
 import pytest
-
-from sluice.decode_node.client import AsyncDecode
-from sluice.engine.protocol import ClusterState
-from sluice.prefill_node.client import AsyncPrefill
-from sluice.router.app import create_app
-from sluice.router.service import RouterService
 
 PAGE = 32
 LOCAL = {"local_prefill_below_tokens": 64}
@@ -92,18 +85,9 @@ def test_a_local_prompt_goes_on_from_what_decode_has_cached(
     assert pair.finish(grant)[0] == single.generate(longer)[0]
 
 
-class OneCluster:
-    async def state(self):
-        return ClusterState({})
-
-
-async def test_the_router_leaves_short_prompts_to_decode(config, start_local, single):
+async def test_the_router_leaves_short_prompts_to_decode(config, start_local, http_over):
     pair = start_local(config)
-    service = RouterService(config, OneCluster())
-    await service.start()
-    service.set_nodes([AsyncPrefill(pair.prefill)], [AsyncDecode(pair.decode)])
-    transport = httpx.ASGITransport(app=create_app(service))
-    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:
+    async with http_over(pair) as client:
         for num_tokens, on_decode in ((63, True), (64, False)):
             before = computed_tokens((pair.prefill.status("router").result(30)), "prefill")
             answer = await client.post(
@@ -120,5 +104,4 @@ async def test_the_router_leaves_short_prompts_to_decode(config, start_local, si
             assert (usage["prompt_tokens"], usage["completion_tokens"]) == (num_tokens, 6)
             after = computed_tokens((pair.prefill.status("router").result(30)), "prefill")
             assert (after == before) == on_decode
-    await service.stop(limit_s=5)
     assert pair.used_pages() == 0

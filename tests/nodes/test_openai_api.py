@@ -6,14 +6,7 @@ import asyncio
 import json
 from pathlib import Path
 
-import httpx
 import pytest
-
-from sluice.decode_node.client import AsyncDecode
-from sluice.engine.protocol import ClusterState
-from sluice.prefill_node.client import AsyncPrefill
-from sluice.router.app import create_app
-from sluice.router.service import RouterService
 
 MODEL = Path(__file__).parents[2] / "deploy/models/tiny-v4"  # small, trained, with a tokenizer
 SCHEMA = {
@@ -24,20 +17,11 @@ SCHEMA = {
 }
 
 
-class OneCluster:
-    async def state(self):
-        return ClusterState({})
-
-
 @pytest.fixture
-async def api(config_of, start_local):
+async def api(config_of, start_local, http_over):
     """Posts a body to an endpoint of a router over one real pair of nodes."""
     config = config_of(MODEL, prefill={"prefix_cache": True}, decode={"prefix_cache": True})
     pair = start_local(config)
-    service = RouterService(config, OneCluster())
-    await service.start()
-    service.set_nodes([AsyncPrefill(pair.prefill)], [AsyncDecode(pair.decode)])
-    transport = httpx.ASGITransport(app=create_app(service))
 
     async def post(path="completions", **body):
         fields = {"model": config.model.served_name, "temperature": 0, "max_tokens": 12}
@@ -45,10 +29,9 @@ async def api(config_of, start_local):
         assert answer.status_code == 200, answer.text
         return answer.json()
 
-    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:
+    async with http_over(pair) as client:
         post.pair = pair
         yield post
-    await service.stop(limit_s=0)
 
 
 async def test_logprobs_come_from_both_nodes_and_belong_to_the_text(api):

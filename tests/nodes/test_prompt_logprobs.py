@@ -8,23 +8,13 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-import httpx
 import pytest
 import torch
 
-from sluice.decode_node.client import AsyncDecode
 from sluice.engine.batch import Chunk
-from sluice.engine.protocol import ClusterState, GenerateRequest, SamplingParams
-from sluice.prefill_node.client import AsyncPrefill
-from sluice.router.app import create_app
-from sluice.router.service import RouterService
+from sluice.engine.protocol import GenerateRequest, SamplingParams
 
 MODEL = Path(__file__).parents[2] / "deploy/models/tiny-v4"
-
-
-class OneCluster:
-    async def state(self):
-        return ClusterState({})
 
 
 @pytest.fixture
@@ -33,13 +23,8 @@ def config(config_of):
 
 
 @pytest.fixture
-async def api(config, start_local):
-    pair = start_local(config)
-    service = RouterService(config, OneCluster())
-    await service.start()
-    service.set_nodes([AsyncPrefill(pair.prefill)], [AsyncDecode(pair.decode)])
-    transport = httpx.ASGITransport(app=create_app(service))
-    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:
+async def api(config, start_local, http_over):
+    async with http_over(start_local(config)) as client:
 
         async def post(**fields):
             body = {"model": config.model.served_name, "temperature": 0, **fields}
@@ -48,7 +33,6 @@ async def api(config, start_local):
             return answer.json()
 
         yield post
-    await service.stop(limit_s=0)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import json
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from v4_answers import CALL, answers
+from v4_answers import CALL, answers, named_events
 
 from sluice.router.v4_text import DSML
 
@@ -37,13 +37,7 @@ async def stream(v4, messages="hi", **fields) -> list[dict]:
     body = body_of(messages, stream=True, **fields)
     answer = await v4.http.post("/v1/messages", json=body)
     assert answer.status_code == 200, answer.text
-    events = []
-    for block in answer.text.strip().split("\n\n"):
-        name, data = block.split("\n")
-        event = json.loads(data.removeprefix("data: "))
-        assert name == f"event: {event['type']}"
-        events.append(event)
-    return events
+    return named_events(answer.text)
 
 
 def put_together(events: list[dict]) -> dict:

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
-from v4_answers import CALL, answers
+from v4_answers import CALL, answers, named_events
 
 from sluice.engine.protocol import InvalidRequest
 from sluice.router.responses_request import translate
@@ -34,17 +34,13 @@ async def ask(v4, given="hi", **fields) -> dict:
 
 
 async def stream(v4, given="hi", **fields) -> list[dict]:
-    """The events, each named as what it is, numbered in order."""
+    """The events, numbered in order."""
     body = {"model": "tiny", "input": given, "max_output_tokens": 300, "stream": True, **fields}
     answer = await v4.http.post("/v1/responses", json=body)
     assert answer.status_code == 200, answer.text
-    events = []
-    for block in answer.text.strip().split("\n\n"):
-        name, data = block.split("\n")
-        event = json.loads(data.removeprefix("data: "))
-        assert name == f"event: {event['type']}"
+    events = named_events(answer.text)
+    for event in events:
         EVENT.validate_python(event)
-        events.append(event)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     return events
 

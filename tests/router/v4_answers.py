@@ -20,6 +20,16 @@ def write_config(folder: Path, vocab_size: int, eos_token_id: int) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
 
 
+def named_events(text: str) -> list[dict]:
+    """The events of a stream, each named as what it is."""
+    events = []
+    for block in text.strip().split("\n\n"):
+        name, data = block.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    return events
+
+
 def answers(v4, text: str) -> None:
     """From now on the world's model says so."""
     v4.script.plan = (*v4.ids(text), v4.tokenizer.token_to_id(EOS))
