@@ -18,7 +18,7 @@ from sluice.benchmarks.load import PROMPTS, body, percentile
 from sluice.benchmarks.load_client import stream
 
 PER_S = 10
-OUTPUT_TOKENS = 8  # with which the client alone leaves two cores half idle
+OUTPUT_TOKENS = 8  # with 16 the client alone took most of two cores
 LIMIT_S = 30.0
 HEALTH = b"GET /health HTTP/1.1\r\nhost: sluice\r\nconnection: close\r\n\r\n"
 WRONG = "wrong text"
