@@ -25,6 +25,7 @@ class Request:
     on nodes: the garbage collector would walk long lists, while all streams wait.
     num_computed_tokens: tokens whose rows are in the pools. history_tokens: tokens whose rows in
     Full pools are shared and must not be written; more than are computed while tokens are replayed.
+    wants_scores: this attempt has to tell the log-probabilities of its prompt.
     matcher, counts, biases, stops: what the choice of the next token remembers, so that a step need
     not work it out again.
     """
@@ -36,6 +37,7 @@ class Request:
     token_ids: MutableSequence[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     history_tokens: int = 0
+    wants_scores: bool = False
     matcher: Matcher | None = field(default=None, repr=False)
     counts: TokenCounts | None = field(default=None, repr=False)
     biases: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
@@ -55,6 +57,7 @@ class Request:
             grant_id=grant_id,
             num_prompt_tokens=len(request.prompt_token_ids),
             sampling=request.sampling,
+            wants_scores=request.wants_scores,
             token_ids=array("q", request.token_ids) if token_ids is None else token_ids,
             matcher=matcher,
         )

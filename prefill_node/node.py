@@ -146,14 +146,7 @@ class PrefillNode:
                 raise NodeError(f"request {request.request_id}: came twice; the first goes on")
             self._sender.open(replace(grant, expires_at=request.expires_at))
             self._routers.sign(request.router_id)
-            job = Job(
-                state,
-                grant,
-                result,
-                keys,
-                router_id=request.router_id,
-                wants_scores=request.wants_scores,
-            )
+            job = Job(state, grant, result, keys, router_id=request.router_id)
             self._scheduler.add(job)
             job.begin(self.info.node_id, request.traceparent)
 
@@ -257,8 +250,8 @@ class PrefillNode:
     def _step(self, chunks: Sequence[Chunk]) -> None:
         """Compute the chunks, then post what each of them finished."""
         started = time.perf_counter()
+        scored = chunks[0].request.wants_scores  # it is alone then
         try:
-            scored = self._scheduler.scored(chunks)
             logits = self.runner.step(chunks, all_logits=scored)
         except Exception as error:
             log.exception("event=step_failed node=%s", self.info.node_id)
@@ -294,7 +287,7 @@ class PrefillNode:
         request.num_computed_tokens = chunk.end
         if chunk.start == job.num_cached_tokens:
             self._count_lookup(job)
-        if job.wants_scores:
+        if request.wants_scores:
             self._score(job, chunk, logits)
         first_token = self._first_token(job, logits[-1:]) if job.computed else None
         if job.error is None and (job.outcome is None or job.outcome.finish_reason is None):

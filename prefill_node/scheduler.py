@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -43,7 +43,6 @@ class Job:
     aborts: list[Future[None]] = field(default_factory=list)
     node_id: str = ""
     span: Span = NO_SPAN
-    wants_scores: bool = False
     scores: list[Logprobs] = field(default_factory=list)  # of the prompt's tokens, from the second
 
     @property
@@ -168,7 +167,7 @@ class PrefillScheduler:
         chunks: list[Chunk] = []
         budget = self._max_batch_tokens
         for job in self._computable():
-            if job.wants_scores:  # alone in a step: its logits are many
+            if job.request.wants_scores:  # alone in a step: its logits are many
                 if chunks:
                     break
                 budget = min(budget, SCORED_TOKENS)
@@ -177,14 +176,9 @@ class PrefillScheduler:
             self._manager.extend(job.request.grant_id, end)
             chunks.append(Chunk(job.request, start, end))
             budget -= end - start
-            if budget == 0 or job.wants_scores:
+            if budget == 0 or job.request.wants_scores:
                 break
         return chunks
-
-    def scored(self, chunks: Sequence[Chunk]) -> bool:
-        """Whether the step wants the logits of all its tokens; it is one chunk then."""
-        job = self.find(chunks[0].request.grant_id)
-        return job is not None and job.wants_scores
 
     def settle(self, job: Job) -> None:
         """Keep what a chunk added for later prompts, then expire what the request needs no more.
@@ -195,7 +189,9 @@ class PrefillScheduler:
         """
         request = job.request
         end = request.num_computed_tokens
-        if job.wants_scores:  # nobody comes back to it, and it was computed without what is cached
+        if (
+            request.wants_scores
+        ):  # nobody comes back to it, and it was computed without what is cached
             self._manager.expire(request.grant_id, end)
             return
         self._manager.cache_history(request.grant_id, job.keys, end)

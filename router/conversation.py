@@ -50,6 +50,14 @@ class Part:
     reasoning: str = ""
     call: CallPart | None = None
 
+    @property
+    def owner(self) -> str | int:
+        """What it is a piece of, among an answer's parts in a row: the index of a call, or which
+        text. The next part that is a piece of something else begins that."""
+        if self.call is not None:
+            return self.call.index
+        return "reasoning" if self.reasoning else "content"
+
 
 class OutputParser(Protocol):
     """Reads one output as it comes. The parts do not depend on how the text was cut."""

@@ -64,7 +64,7 @@ class MessagesAnswer:
 
     def _take(self, part: Part) -> list[Event]:
         events: list[Event] = []
-        if not self._is_open or not self._blocks[-1].goes_on(part):
+        if not self._is_open or self._blocks[-1].owner != part.owner:
             events += self._close()
             self._blocks.append(_block_for(part))
             self._is_open = True
@@ -119,13 +119,12 @@ class MessagesAnswer:
 
 
 class _OpenBlock:
-    """A block while it grows."""
+    """A block while it grows. owner: of the parts it is made of."""
+
+    owner: str | int
 
     def __init__(self) -> None:
         self.text = ""
-
-    def goes_on(self, part: Part) -> bool:
-        raise NotImplementedError
 
     def begun(self) -> Block:
         raise NotImplementedError
@@ -143,8 +142,7 @@ class _OpenBlock:
 
 
 class _Text(_OpenBlock):
-    def goes_on(self, part: Part) -> bool:
-        return bool(part.content)
+    owner = "content"
 
     def begun(self) -> Block:
         return {"type": "text", "text": ""}
@@ -160,8 +158,7 @@ class _Text(_OpenBlock):
 class _Thinking(_OpenBlock):
     """Its signature is empty: nothing is hidden that would have to be recognised."""
 
-    def goes_on(self, part: Part) -> bool:
-        return bool(part.reasoning)
+    owner = "reasoning"
 
     def begun(self) -> Block:
         return {"type": "thinking", "thinking": "", "signature": ""}
@@ -180,11 +177,8 @@ class _Thinking(_OpenBlock):
 class _ToolUse(_OpenBlock):
     def __init__(self, number: int, name: str) -> None:
         super().__init__()
-        self._number = number
+        self.owner = number
         self._called = {"id": f"toolu_{uuid.uuid4().hex[:24]}", "name": name}
-
-    def goes_on(self, part: Part) -> bool:
-        return part.call is not None and part.call.index == self._number
 
     def begun(self) -> Block:
         return {"type": "tool_use", **self._called, "input": {}}

@@ -115,10 +115,7 @@ def check(schema: type[S], data: dict[str, Any]) -> S:
     Raises InvalidRequest as `parse` does, for the first fault.
     """
     _drop_null(data)
-    try:
-        return schema.model_validate(_without_neutral(schema, data))
-    except ValidationError as error:
-        raise _explain(error.errors(include_url=False)[0]) from error
+    return check_part(schema, _without_neutral(schema, data), "")
 
 
 def check_part(schema: type[S], data: Any, place: str) -> S:
@@ -179,8 +176,8 @@ def _same(value: Any, neutral: Any) -> bool:
     return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
 
 
-def _explain(problem: ErrorDetails, place: str = "") -> InvalidRequest:
-    """place: where what was checked stands in the body, if it is not the body itself."""
+def _explain(problem: ErrorDetails, place: str) -> InvalidRequest:
+    """place: where what was checked stands in the body; "" for the body itself."""
     param = ".".join(str(part) for part in (place, *problem["loc"]) if part != "") or None
     kind, value = problem["type"], problem["input"]
     if kind == "missing":

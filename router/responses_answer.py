@@ -80,7 +80,7 @@ class ResponsesAnswer:
 
     def _take(self, part: Part) -> list[Event]:
         events: list[Event] = []
-        if (item := self._open) is None or not item.goes_on(part):
+        if (item := self._open) is None or item.owner != part.owner:
             item = _item_for(part)
             events = [*self._close("completed"), *self._begin(item)]
         name, told = item.add(part)
@@ -171,8 +171,9 @@ class ResponsesAnswer:
 
 
 class _OpenItem:
-    """An item while it grows. kind: of its content, as events name it."""
+    """An item while it grows. owner: of the parts it is made of. kind: as events name it."""
 
+    owner: str | int
     prefix: str
     kind: str
     text_kind: str
@@ -185,9 +186,6 @@ class _OpenItem:
     @property
     def place(self) -> dict[str, Any]:
         return {"item_id": self.id, "output_index": self.index, "content_index": 0}
-
-    def goes_on(self, part: Part) -> bool:
-        raise NotImplementedError
 
     def add(self, part: Part) -> tuple[str, dict[str, Any]]:
         """The name of the event that tells of it, and its text."""
@@ -209,10 +207,8 @@ class _OpenItem:
 
 
 class _Reasoning(_OpenItem):
+    owner = "reasoning"
     prefix, kind, text_kind = "rs", "reasoning_text", "reasoning_text"
-
-    def goes_on(self, part: Part) -> bool:
-        return bool(part.reasoning)
 
     def shown(self, status: str) -> Item:
         content = [self.content_part(empty=False)]
@@ -226,14 +222,12 @@ class _Reasoning(_OpenItem):
 
 
 class _Message(_OpenItem):
+    owner = "content"
     prefix, kind, text_kind = "msg", "output_text", "output_text"
 
     def __init__(self) -> None:
         super().__init__()
         self.logprobs: list[Item] = []
-
-    def goes_on(self, part: Part) -> bool:
-        return bool(part.content)
 
     def ended(self) -> tuple[str, dict[str, Any]]:
         return self.kind, {"text": self.text, "logprobs": self.logprobs}
@@ -259,16 +253,13 @@ class _Call(_OpenItem):
 
     def __init__(self, number: int, name: str) -> None:
         super().__init__()
-        self._number = number
+        self.owner = number
         self._name = name
         self._call_id = f"call_{uuid.uuid4().hex[:24]}"
 
     @property
     def place(self) -> dict[str, Any]:
         return {"item_id": self.id, "output_index": self.index}
-
-    def goes_on(self, part: Part) -> bool:
-        return part.call is not None and part.call.index == self._number
 
     def add(self, part: Part) -> tuple[str, dict[str, Any]]:
         assert part.call is not None, "a call goes on with its own pieces only"

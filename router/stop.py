@@ -34,7 +34,7 @@ class StopFilter:
         found = [at for end in self._ends if (at := text.find(end)) >= 0]
         watched = min(found, default=len(text) - num_undecided(text, self._ends))
         if (match := self._first_match(text[:watched])) is not None:
-            start, end = match
+            end, start = match
             self.stopped_at, self._held = text[start:end], ""
             return text[:start]
         if found:
@@ -50,11 +50,10 @@ class StopFilter:
         return held
 
     def _first_match(self, text: str) -> tuple[int, int] | None:
-        """Start and end of the match that ends first."""
+        """End and start of the match that ends first."""
         found = [(text.find(stop), len(stop)) for stop in self._stop]
         matches = [(start + length, start) for start, length in found if start >= 0]
-        end, start = min(matches, default=(0, -1))
-        return (start, end) if matches else None
+        return min(matches, default=None)
 
 
 def num_undecided(text: str, markers: Sequence[str]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
@@ -74,21 +74,14 @@ class OutputText:
         self._num_cached_tokens = 0
         self._num_characters = 0
         self._scored: list[Scored] = []
+        self._prompt_logprobs: tuple[Logprobs, ...] = ()  # that came with these tokens
 
     def take(self, tokens: Tokens) -> Delta:
         """The text these tokens add; its finish reason is STOP if a stop string is complete."""
         self._num_cached_tokens = max(self._num_cached_tokens, tokens.num_cached_tokens)
+        self._prompt_logprobs = tokens.prompt_logprobs
         if self._only_prompt:
-            nothing = Delta("", 0, FinishReason.LENGTH, self._num_cached_tokens)
-            return replace(nothing, prompt_logprobs=tokens.prompt_logprobs)
-        delta = self._shown(tokens)
-        return (
-            replace(delta, prompt_logprobs=tokens.prompt_logprobs)
-            if tokens.prompt_logprobs
-            else delta
-        )
-
-    def _shown(self, tokens: Tokens) -> Delta:
+            return self._delta("", FinishReason.LENGTH)
         visible = tokens.token_ids
         if tokens.finish_reason is FinishReason.STOP:
             visible = visible[:-1]  # the stop token ends the text, it is not part of it
@@ -145,4 +138,5 @@ class OutputText:
             scored,
             self._num_reasoning_tokens,
             self._filter.stopped_at,
+            self._prompt_logprobs,
         )
