@@ -6,10 +6,11 @@ in a stream, and stands in no whole answer, as its input is no object.
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Sequence
 from typing import Any
+
+import jiter
 
 from sluice.engine.protocol import FinishReason
 from sluice.router.choices import ChatOutput
@@ -192,8 +193,8 @@ class _ToolUse(_OpenBlock):
 
     def whole(self) -> Block | None:
         try:
-            given = json.loads(self.text or "{}")
-        except ValueError:  # cut off
+            given = jiter.from_json((self.text or "{}").encode(), allow_inf_nan=False)
+        except ValueError:  # cut off, or nested without end
             return None
         return {"type": "tool_use", **self._called, "input": given}
 

@@ -181,6 +181,14 @@ async def test_a_call_that_is_cut_off_is_no_block_and_no_markup(v4):
             assert DSML not in block.get("text", "")
 
 
+async def test_arguments_nested_without_end_are_no_block(v4):
+    """Python's own reader would raise what no client is at fault for."""
+    value = '<｜DSML｜parameter name="days" string="false">'
+    answers(v4, f"So.{CALL.replace(value + '2', value + '[' * 2500)}")
+    whole = await ask(v4, tools=[WEATHER], max_tokens=3000)
+    assert whole["content"] == [{"type": "text", "text": "So."}]
+
+
 async def test_fields_reach_the_model(v4):
     seen = v4.seen_requests()
     schema = {"type": "object", "properties": {"a": {"type": ["string", "null"]}}}
