@@ -22,7 +22,7 @@ unit used longest ago never has children.
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -96,6 +96,7 @@ class PrefixTree:
         self._resumes: OrderedDict[TailKey, Resume] = OrderedDict()
         self._spares: OrderedDict[TailKey, Resume] = OrderedDict()
         self._tails: defaultdict[Key, set[TailKey]] = defaultdict(set)  # by their last unit
+        self._lengths: defaultdict[Key, Counter[int]] = defaultdict(Counter)  # of these tails
         self.journal = Journal()  # of the units' keys
 
     def __len__(self) -> int:
@@ -162,6 +163,7 @@ class PrefixTree:
         assert self.can_add_resume(keys, tail), "look before adding"
         (self._spares if spare else self._resumes)[keys.last, tail] = resume
         self._tails[keys.last].add((keys.last, tail))
+        self._lengths[keys.last][len(tail)] += 1
         for table, kept in resume.pages.items():
             self._allocators[table].keep(kept)
 
@@ -210,6 +212,8 @@ class PrefixTree:
             assert next(iter(self._units.values())).num_children == 0, "the oldest unit is a leaf"
         hanging = {tail_key for tails in self._tails.values() for tail_key in tails}
         assert hanging == self._resumes.keys() | self._spares.keys()
+        for last, tails in self._tails.items():
+            assert self._lengths[last] == Counter(len(tail) for _, tail in tails)
         for (last, _), resume in (*self._resumes.items(), *self._spares.items()):
             deep = resume.num_tokens >= self.unit_tokens
             assert not deep or last in self._units, "a resume point without its history"
@@ -246,11 +250,14 @@ class PrefixTree:
     def _longest_tail(
         self, last: Key, token_ids: Sequence[int], start: int, limit: int
     ) -> TailKey | None:
-        """The longest resume point behind the unit `last` that the tokens from `start` reach."""
-        for tail_key in sorted(self._tails.get(last, ()), key=lambda t: -len(t[1])):
-            tail = tail_key[1]
-            end = start + len(tail)
-            if end <= limit and tuple(token_ids[start:end]) == tail:
+        """The longest resume point behind the unit `last` that the tokens from `start` reach.
+
+        Looked for by length: there are fewer of these than tokens in a unit, however many points.
+        """
+        tails = self._tails.get(last, ())
+        for length in sorted(self._lengths.get(last, ()), reverse=True):
+            tail_key = last, tuple(token_ids[start : start + length])
+            if start + length <= limit and tail_key in tails:
                 return tail_key
         return None
 
@@ -286,9 +293,13 @@ class PrefixTree:
 
     def _drop_resume(self, tail_key: TailKey) -> None:
         resume = self._take(tail_key)
-        self._tails[tail_key[0]].discard(tail_key)
-        if not self._tails[tail_key[0]]:
-            del self._tails[tail_key[0]]
+        last, tail = tail_key
+        self._tails[last].discard(tail_key)
+        self._lengths[last][len(tail)] -= 1
+        if not self._lengths[last][len(tail)]:
+            del self._lengths[last][len(tail)]
+        if not self._tails[last]:
+            del self._tails[last], self._lengths[last]
         for table, pages in resume.pages.items():
             self._allocators[table].unkeep(pages)
 

@@ -20,6 +20,7 @@ from sluice.transfer.outgoing import Transfer
 
 log = logging.getLogger(__name__)
 
+WORTH_KEEPING_TOKENS = 16  # below, a resume point costs more than it saves
 SCORED_TOKENS = 256  # of a step whose logits are all wanted: 128 MB with a large vocabulary
 
 
@@ -214,12 +215,15 @@ class PrefillScheduler:
         """Where an earlier prompt with the same beginning goes another way, and the last unit.
 
         Another prompt may turn off where one did. A conversation goes on from its end, but where a
-        chat template writes the last few tokens anew, from the unit before.
+        chat template writes the last few tokens anew, from the unit before. The same prompt again
+        has its last token to compute: a short one, without a whole unit before that, goes on there.
         """
         if not self._manager.prefix_cache:
             return frozenset()
-        unit = self._manager.unit_tokens
-        return frozenset({hit.known_tokens, job.num_prompt_tokens // unit * unit})
+        unit, before_last = self._manager.unit_tokens, job.num_prompt_tokens - 1
+        last_unit = before_last // unit * unit
+        is_short = last_unit == 0 and before_last >= WORTH_KEEPING_TOKENS
+        return frozenset({hit.known_tokens, before_last if is_short else last_unit})
 
     def _jobs(self) -> tuple[Job, ...]:
         return (*self._running.values(), *self._waiting, *self._leaving.values())

@@ -24,6 +24,7 @@ from sluice.engine.runner import Runner
 from sluice.model.registry import load_model
 from sluice.prefill_node.client import AsyncPrefill
 from sluice.prefill_node.node import PrefillNode
+from sluice.prefill_node.scheduler import WORTH_KEEPING_TOKENS
 from sluice.router.app import create_app
 from sluice.router.service import RouterService
 from sluice.transfer.local_transport import LocalTransport
@@ -66,8 +67,10 @@ class Single:
     def _chunk_end(self, start, num_tokens):
         """Where a node's chunk ends that has nothing cached: the rows' last bits depend on it."""
         manager, end = self.runner.manager, min(num_tokens, start + self.chunk_tokens)
-        last_unit = num_tokens // manager.unit_tokens * manager.unit_tokens
-        return min(end, last_unit) if manager.prefix_cache and start < last_unit else end
+        last_unit = (num_tokens - 1) // manager.unit_tokens * manager.unit_tokens
+        is_short = last_unit == 0 and num_tokens > WORTH_KEEPING_TOKENS
+        kept = num_tokens - 1 if is_short else last_unit
+        return min(end, kept) if manager.prefix_cache and start < kept else end
 
 
 def runner_of(config, role, wrap=lambda model: model):

@@ -73,6 +73,22 @@ def test_a_longer_prompt_resumes_at_the_end_of_the_shorter_one(
     }
 
 
+@pytest.mark.parametrize("num_tokens", [17, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, 2 * PAGE + 1, 100])
+def test_the_same_prompt_again_computes_little(num_tokens, config, start_local, single):
+    """A short one its last token, others what follows the last unit before that."""
+    pair, rng = start_local(config), random.Random(num_tokens)
+    prompt = random_tokens(rng, num_tokens)
+    expected = single.generate(request(prompt))[0]
+    unit = unit_tokens(pair.prefill.info.specs)
+    kept = (num_tokens - 1) // unit * unit or num_tokens - 1
+    for name, num_cached in (("a", 0), ("b", kept), ("c", kept)):
+        asked = request(prompt, name=name)
+        grant = pair.reserve(asked)
+        first = pair.prefill.run(asked, grant).result(30)
+        assert first.num_cached_tokens == num_cached
+        assert [first.token_id, *pair.finish(grant)[0]] == expected
+
+
 def test_a_hit_is_reported_and_moves_only_what_is_new(config, start_local, single):
     pair, rng = start_local(config), random.Random(5)
     shared = random_tokens(rng, 256)
