@@ -11,9 +11,11 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import uvloop
 
@@ -118,18 +120,27 @@ class FixedCluster:
         raise InvalidRequest(f"{node_id}: the benchmark's nodes are fixed")
 
 
-def run_router(told: Connection, replicas: int = 1, port: int = 0, model: Path = MODEL) -> None:
+def run_router(
+    told: Connection,
+    replicas: int = 1,
+    port: int = 0,
+    model: Path = MODEL,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
     """Serve a router over instant nodes, of so many that share the port; a process's whole life.
 
-    The port is told; 0 is any free one. It logs as a deployment's does, to nowhere.
+    The port is told; 0 is any free one. settings: of the config's `router`. It logs as a
+    deployment's does, to nowhere.
     """
     sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 - for the process's life
     log_to_stderr("text")
-    uvloop.run(_run_router(told, replicas, port, model))
+    uvloop.run(_run_router(told, port, model, {"replicas": replicas, **settings}))
 
 
-async def _run_router(told: Connection, replicas: int, port: int, model: Path) -> None:
-    config = {"model": {"path": str(model), "name": MODEL.name}, "router": {"replicas": replicas}}
+async def _run_router(
+    told: Connection, port: int, model: Path, settings: Mapping[str, Any]
+) -> None:
+    config = {"model": {"path": str(model), "name": MODEL.name}, "router": settings}
     service = RouterService(parse_config(config), FixedCluster())
     server = await serve(service, "127.0.0.1", port)
     decode = InstantDecode()
