@@ -60,8 +60,8 @@ class MessagesAnswer:
         told = _event("message_delta", delta=self._stop(), usage=self._usage())
         return [*events, told, _event("message_stop")]
 
-    def failed(self, error: dict[str, Any]) -> Event:
-        return Event(anthropic_error(error, status=500), "error")
+    def failed(self, error: dict[str, Any], *, status: int) -> Event:
+        return Event(anthropic_error(error, status=status), "error")
 
     def _take(self, part: Part) -> list[Event]:
         events: list[Event] = []

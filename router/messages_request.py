@@ -84,7 +84,7 @@ class Thinking(Schema):
     """budget_tokens, display: taken and without effect; max_tokens ends thinking as it ends all."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = None
+    budget_tokens: int | None = Field(None, gt=0)
     display: str | None = None
 
 
@@ -110,6 +110,7 @@ class CountRequest(Schema):
     output_config: OutputConfig = OutputConfig()
     output_format: OutputFormat | None = None
     stop_sequences: Any = None
+    cache_control: Any = None  # see TextBlock
 
 
 class MessagesRequest(CountRequest):
@@ -175,6 +176,12 @@ def _messages(asked: CountRequest) -> tuple[list[Body], list[str]]:
         places += [place] * len(said)
     if (last := messages[-1])["role"] == "assistant" and "tool_calls" not in last:
         last["prefix"] = True  # the answer begins with it
+        if asked.thinking is not None and asked.thinking.type == "enabled":
+            raise InvalidRequest(
+                "thinking: the last message begins the answer, before which no thinking fits; "
+                "end with a user's message, or leave `thinking` out",
+                param="thinking",
+            )
     return messages, places
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
+from sluice.router import messages_request, responses_request
 from sluice.router.errors import ANTHROPIC_PATHS
 from sluice.router.messages_request import CountRequest, MessagesRequest
 from sluice.router.responses_request import ResponsesRequest
@@ -63,6 +64,11 @@ class Endpoint:
     streams: bool = False
 
 
+# Fields that these take as chat does.
+SHARED: dict[type[Schema], tuple[str, ...]] = {
+    MessagesRequest: messages_request.SHARED,
+    ResponsesRequest: responses_request.SHARED,
+}
 COMPLETION = ("id", "object", "created", "model", "choices", "usage")
 ENDPOINTS = (
     Endpoint(
@@ -112,6 +118,11 @@ def openapi(model_name: str) -> dict[str, Any]:
     _, definitions = models_json_schema(
         [(body, "validation") for body in bodies], ref_template=REFERENCE
     )
+    of_chat = definitions["$defs"][ChatRequest.__name__]["properties"]
+    for body, names in SHARED.items():
+        shared = {name: of_chat[name] for name in names if name in of_chat}
+        own = definitions["$defs"][body.__name__]
+        own["properties"] = shared | own["properties"]
     for definition in definitions["$defs"].values():
         if "model" in definition["properties"]:
             definition["properties"]["model"] = {"type": "string", "enum": [model_name]}
@@ -124,9 +135,13 @@ def openapi(model_name: str) -> dict[str, Any]:
         "paths": paths,
         "components": {
             "schemas": definitions["$defs"] | {"Error": ERROR, "AnthropicError": ANTHROPIC_ERROR},
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                "anthropic_key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
         },
-        "security": [{}, {"key": []}],  # a key is needed only where the operator has set some
+        # A key is needed only where the operator has set some.
+        "security": [{}, {"key": []}, {"anthropic_key": []}],
     }
 
 

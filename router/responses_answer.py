@@ -74,7 +74,7 @@ class ResponsesAnswer:
         events += self._close(self._status)
         return [*events, self._of_response(self._status, self._status)]
 
-    def failed(self, error: dict[str, Any]) -> Event:
+    def failed(self, error: dict[str, Any], *, status: int) -> Event:
         told = {"code": "server_error", "message": error["error"]["message"]}
         return self._event("response.failed", response=self._response("failed") | {"error": told})
 

@@ -89,8 +89,8 @@ class Ending(Protocol):
         """What follows the last event; "" for nothing."""
         ...
 
-    def failed(self, error: dict[str, Any]) -> Event:
-        """The last event of a stream that fails. error: OpenAI's error object."""
+    def failed(self, error: dict[str, Any], *, status: int) -> Event:
+        """The last event of a stream that fails. error: OpenAI's error object, of that status."""
         ...
 
 
@@ -99,7 +99,7 @@ class OpenAIEnding:
 
     done = "[DONE]"
 
-    def failed(self, error: dict[str, Any]) -> Event:
+    def failed(self, error: dict[str, Any], *, status: int) -> Event:
         return Event(error)
 
 
@@ -135,12 +135,13 @@ class EventStream(Response):
                 if self._ending.done:
                     await _send_text(send, f"data: {self._ending.done}\n\n")
             except SluiceError as error:
-                await _send_text(send, str(self._ending.failed(body_of(error))))
+                failure = self._ending.failed(body_of(error), status=error.status)
+                await _send_text(send, str(failure))
             except ClientGone:
                 raise
             except Exception:
                 logger.exception("event=internal_error while streaming")
-                failure = self._ending.failed(error_body("internal error", status=500))
+                failure = self._ending.failed(error_body("internal error", status=500), status=500)
                 await _send_text(send, str(failure))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -319,6 +319,8 @@ async def test_the_description_names_every_path_and_every_field(world):
     schemas = document["components"]["schemas"]
     assert schemas["ChatRequest"]["properties"].keys() == ChatRequest.model_fields.keys()
     assert schemas["CompletionRequest"]["properties"]["model"]["enum"] == ["tiny"]
+    for body in ("MessagesRequest", "ResponsesRequest"):
+        assert schemas[body]["properties"].keys() >= {"stream", "temperature", "top_p", "model"}
     text = json.dumps(document)
     for reference in re.findall(r'"#/components/schemas/(\w+)"', text):
         assert reference in schemas
