@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from sluice.engine.protocol import GenerateRequest, InvalidRequest, SamplingParams
+from sluice.router.conversation import NO_LANDMARKS, Landmarks
 from sluice.router.errors import too_long
 from sluice.router.schemas import ChatRequest, CompletionRequest, GenerationSchema
 from sluice.router.service import Job, RouterService
@@ -19,7 +20,7 @@ MAX_SCORED_TOKENS = 16_384
 class Asked:
     """A request as it was read. arrived: time.monotonic(). grammar: what the answer follows.
 
-    traceparent, end_of_reasoning, begin_of_calls: see Job.
+    traceparent, landmarks: see Job.
     """
 
     request_id: str
@@ -28,8 +29,7 @@ class Asked:
     arrived: float
     traceparent: str
     grammar: str = ""
-    end_of_reasoning: int | None = None
-    begin_of_calls: tuple[str, ...] = ()
+    landmarks: Landmarks = NO_LANDMARKS
 
     @property
     def is_chat(self) -> bool:
@@ -80,8 +80,7 @@ def make_jobs(service: RouterService, asked: Asked) -> list[Job]:
             asked.stop,
             asked.arrived,
             asked.traceparent,
-            asked.end_of_reasoning,
-            asked.begin_of_calls,
+            asked.landmarks,
             schema.only_prompt,
         )
         for index, (prompt, sampling) in enumerate(requests)

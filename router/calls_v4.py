@@ -16,19 +16,16 @@ from typing import Any
 
 from llguidance import LLMatcher
 
-from sluice.engine.limits import WHITE_SPACE, check_size
+from sluice.engine.limits import check_size
 from sluice.engine.protocol import InvalidRequest
 from sluice.router import v4_text as v4
+from sluice.router.lark import FREE_LAYOUT, in_regex, json_of, literal, without
 from sluice.router.parameters import Budget, Form, Parameters, Texts
 
 Schema = Mapping[str, Any]
 
 NEW_LINE = "\n"
 AS_TEXT, AS_JSON = '" string="true">', '" string="false">'
-
-# JSON as the model was shown it. Left to itself, a weak model writes white space for ever.
-SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-FREE_LAYOUT = {"whitespace_pattern": WHITE_SPACE}  # as where an answer is nothing but JSON
 
 
 def answer_grammar(
@@ -49,29 +46,29 @@ def answer_grammar(
     """
     thought = "" if end_think_id is None else f"THOUGHT? <[{end_think_id}]> "
     is_json = json_schema is not None and not must
-    opened = _text("\n\n", v4.OPEN_CALLS) if must or is_json else "before"
+    opened = literal("\n\n", v4.OPEN_CALLS) if must or is_json else "before"
     answers = [*(["calls"] if tools else []), *(["json"] if is_json else [])]
     rules = [
         f"start: {thought}({' | '.join(answers if must or is_json else [*answers, 'TEXT?'])})",
-        _without("THOUGHT", v4.END_THINK),
-        _without("TEXT", v4.OPEN_CALLS),
-        f"before[lazy]: /(.|\\n)*{_regex(v4.OPEN_CALLS)}/",
+        without("THOUGHT", v4.END_THINK),
+        without("TEXT", v4.OPEN_CALLS),
+        f"before[lazy]: /(.|\\n)*{in_regex(v4.OPEN_CALLS)}/",
         "value[lazy]: VALUE",
-        f"VALUE: /(.|\\n)*{_regex(v4.CLOSE_PARAMETER)}/ & {NO_OTHER_END}",
+        f"VALUE: /(.|\\n)*{in_regex(v4.CLOSE_PARAMETER)}/ & {NO_OTHER_END}",
         r'NAME: /[^"<>\n]+/',
     ]
     if is_json:
-        rules.append(f"json: %json {_json(json.loads(json_schema or ''), FREE_LAYOUT)}")
+        rules.append(f"json: {json_of(json.loads(json_schema or ''), FREE_LAYOUT)}")
     if tools:
         more = "+" if parallel else ""
-        rules.append(f"calls: {opened} call{more} {_text(NEW_LINE, v4.CLOSE_CALLS)}")
+        rules.append(f"calls: {opened} call{more} {literal(NEW_LINE, v4.CLOSE_CALLS)}")
         rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(tools))))
-    text, budget = "\n".join(rules), Budget()
+    lines, budget = "\n".join(rules), Budget()
     for index, tool in enumerate(tools):
         for rule in _function(f"call_{index}", tool, budget):
-            text += "\n" + rule
-            check_size(text, "tools")  # as it grows: parameters bring definitions along
-    return str(LLMatcher.grammar_from_lark(text))
+            lines += "\n" + rule
+            check_size(lines, "tools")  # as it grows: parameters bring definitions along
+    return str(LLMatcher.grammar_from_lark(lines))
 
 
 def _function(rule: str, function: Schema, budget: Budget) -> Iterator[str]:
@@ -81,8 +78,8 @@ def _function(rule: str, function: Schema, budget: Budget) -> Iterator[str]:
     for index, form in enumerate(parameters.forms()):
         yield from _form(f"{rule}_{index}", form, parameters)
         forms.append(f"{rule}_{index}")
-    head = _text(NEW_LINE, f'<{v4.DSML}invoke name="{_name(function["name"])}">', NEW_LINE)
-    yield f"{rule}: {head} ({' | '.join(forms)}) {_text(v4.CLOSE_INVOKE)}"
+    head = literal(NEW_LINE, f'<{v4.DSML}invoke name="{_name(function["name"])}">', NEW_LINE)
+    yield f"{rule}: {head} ({' | '.join(forms)}) {literal(v4.CLOSE_INVOKE)}"
 
 
 def _form(rule: str, form: Form, parameters: Parameters) -> Iterator[str]:
@@ -90,12 +87,12 @@ def _form(rule: str, form: Form, parameters: Parameters) -> Iterator[str]:
     parts = ['""']
     for index, (name, schema) in enumerate(form.properties.items()):
         parameter, optional = f"{rule}_{index}", "" if name in form.required else "?"
-        parts.append(f"({parameter} {_text(NEW_LINE)}){optional}")
-        head = _text(f'<{v4.DSML}parameter name="{_name(name)}')
+        parts.append(f"({parameter} {literal(NEW_LINE)}){optional}")
+        head = literal(f'<{v4.DSML}parameter name="{_name(name)}')
         yield from _parameter(parameter, head, schema, parameters)
     if not form.properties and form.additional is not False:
-        parts.append(f"({rule}_any {_text(NEW_LINE)})*")
-        head = _text(f'<{v4.DSML}parameter name="') + " NAME"
+        parts.append(f"({rule}_any {literal(NEW_LINE)})*")
+        head = literal(f'<{v4.DSML}parameter name="') + " NAME"
         yield from _parameter(f"{rule}_any", head, form.additional, parameters)
     yield f"{rule}: {' '.join(parts)}"
 
@@ -106,22 +103,22 @@ def _parameter(rule: str, head: str, schema: Any, parameters: Parameters) -> Ite
     choices = []
     for index, text in enumerate(texts or ()):
         if text.choices is not None:
-            values = " | ".join(_text(choice, v4.CLOSE_PARAMETER) for choice in text.choices)
+            values = " | ".join(literal(choice, v4.CLOSE_PARAMETER) for choice in text.choices)
         elif text.is_any:
             values = "value"
         else:
             values = f"{rule}_t{index}"
             yield from _bounded(values, text)
-        choices.append(f"{head} {_text(AS_TEXT)} ({values})")
+        choices.append(f"{head} {literal(AS_TEXT)} ({values})")
     if kinds != {"string"} or not texts:
-        json_text = f"%json {_json(parameters.standalone(schema))}"
-        choices.append(f"{head} {_text(AS_JSON)} {json_text} {_text(v4.CLOSE_PARAMETER)}")
+        json_text = json_of(parameters.standalone(schema))
+        choices.append(f"{head} {literal(AS_JSON)} {json_text} {literal(v4.CLOSE_PARAMETER)}")
     yield f"{rule}: {' | '.join(choices)}"
 
 
 def _bounded(rule: str, text: Texts) -> Iterator[str]:
     """A rule for texts of certain lengths and patterns, with the parameter's end."""
-    end, most = _regex(v4.CLOSE_PARAMETER), text.max_characters
+    end, most = in_regex(v4.CLOSE_PARAMETER), text.max_characters
     length = f"{{{text.min_characters},{'' if most is None else most}}}"
     regexes = [f"/(.|\\n){length}{end}/", *(f"/{regex}{end}/" for regex in text.regexes)]
     yield f"{rule}[lazy]: {rule.upper()}"
@@ -134,23 +131,5 @@ def _name(name: str) -> str:
     return name
 
 
-def _json(schema: Schema, layout: Mapping[str, Any] = SEPARATORS) -> str:
-    return json.dumps({**schema, "x-guidance": layout}, ensure_ascii=False)
-
-
-def _without(rule: str, marker: str) -> str:
-    """A terminal for any text that does not contain the marker."""
-    return rf"{rule}: /(.|\n)*/ & ~/(.|\n)*{_regex(marker)}(.|\n)*/"
-
-
-def _regex(text: str) -> str:
-    return text.replace("/", r"\/")
-
-
 # The parser takes an invoke's end for a parameter's, too, where a model has left that out.
-NO_OTHER_END = rf"~/(.|\n)*{_regex(v4.CLOSE_INVOKE)}(.|\n)*/"
-
-
-def _text(*parts: str) -> str:
-    """These very characters, as a grammar writes them."""
-    return json.dumps("".join(parts), ensure_ascii=False)
+NO_OTHER_END = rf"~/(.|\n)*{in_regex(v4.CLOSE_INVOKE)}(.|\n)*/"

@@ -13,13 +13,13 @@ from dataclasses import replace
 
 from sluice.engine.protocol import InvalidRequest
 from sluice.router.checkpoint import Checkpoint
-from sluice.router.conversation import ChatFormat, ChatOptions, Message, OutputParser
+from sluice.router.conversation import ChatFormat, ChatOptions, Landmarks, Message, OutputParser
 from sluice.router.encoding_v4 import V4Format
 from sluice.router.errors import too_long
-from sluice.router.parser_families import END_THINK as FAMILIES_END_THINK
 from sluice.router.template import TemplateFormat
 from sluice.router.template_arguments import without_template_arguments
 from sluice.router.text_length import max_characters
+from sluice.router.tool_formats import MARKERS
 from sluice.router.v4_text import CONTROL_TOKENS, END_THINK
 
 PLAIN = ChatOptions()
@@ -110,13 +110,9 @@ class ChatEncoder:
         """A parser for one answer to the conversation."""
         return self._format.parser(messages, self._understood(options))
 
-    def end_of_reasoning(self, messages: Sequence[Message], options: ChatOptions) -> int | None:
-        """The token that ends the reasoning with which the answer begins; None: it has none."""
-        return self._format.end_of_reasoning(messages, self._understood(options))
-
-    def begin_of_calls(self, messages: Sequence[Message], options: ChatOptions) -> tuple[str, ...]:
-        """The texts of which one begins the tool calls; none if there cannot be calls."""
-        return self._format.begin_of_calls(messages, self._understood(options))
+    def landmarks(self, messages: Sequence[Message], options: ChatOptions) -> Landmarks:
+        """What tells the parts of an answer from one another, before they are parsed."""
+        return self._format.landmarks(messages, self._understood(options))
 
     def grammar(self, messages: Sequence[Message], options: ChatOptions) -> str:
         """What the answer must follow where the JSON schema alone does not say it; "" otherwise."""
@@ -159,7 +155,11 @@ def _format_of(checkpoint: Checkpoint) -> ChatFormat:
         bos_token=checkpoint.bos_token or "",
         eos_token=checkpoint.eos_token or "",
         tool_format=checkpoint.tool_format,
-        end_think_id=checkpoint.tokenizer.token_to_id(FAMILIES_END_THINK),
+        markers={
+            token.content: (token_id, token.special)
+            for token_id, token in checkpoint.tokenizer.get_added_tokens_decoder().items()
+            if token.content in MARKERS
+        },
     )
 
 

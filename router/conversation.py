@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 Message = Mapping[str, Any]  # OpenAI's shape, content as one string, absent fields left out
@@ -31,6 +31,38 @@ class ChatOptions:
     add_generation_prompt: bool = True
     template_arguments: tuple[tuple[str, Any], ...] = ()
     prompt_end: str = ""
+
+    @property
+    def callable_tools(self) -> list[Mapping[str, Any]]:
+        """Those that may be called: all, or of which one has to be."""
+        return [t for t in self.tools if self.must_call is None or t["name"] in self.must_call]
+
+    def needs_grammar(self, *, reasons: bool) -> bool:
+        """Whether the answer follows more than a JSON schema. reasons: it may reason first."""
+        if self.json_schema is not None:
+            return bool(self.tools) or reasons
+        is_strict = any(tool.get("strict") for tool in self.tools)
+        must = self.must_call is not None
+        return bool(self.tools) and (must or is_strict or not self.parallel_calls)
+
+
+@dataclass(frozen=True)
+class Landmarks:
+    """What tells the parts of an answer from one another, before they are parsed.
+
+    end_of_reasoning: the token that ends the reasoning with which the answer begins.
+    begin_of_reasoning: the one that opens it, as the answer's first; None if the prompt has. There
+    is none where both are None. begin_of_calls: texts of which one begins the tool calls. shown:
+    special tokens whose texts the parser has to see.
+    """
+
+    end_of_reasoning: int | None = None
+    begin_of_reasoning: int | None = None
+    begin_of_calls: tuple[str, ...] = ()
+    shown: Mapping[int, str] = field(default_factory=dict)
+
+
+NO_LANDMARKS = Landmarks()  # plain text
 
 
 @dataclass(frozen=True)
@@ -90,12 +122,8 @@ class ChatFormat(Protocol):
         """A parser for one answer to that prompt."""
         ...
 
-    def end_of_reasoning(self, messages: Sequence[Message], options: ChatOptions) -> int | None:
-        """The token that ends the reasoning with which the answer begins; None: it has none."""
-        ...
-
-    def begin_of_calls(self, messages: Sequence[Message], options: ChatOptions) -> tuple[str, ...]:
-        """The texts of which one begins the tool calls; none if there cannot be calls."""
+    def landmarks(self, messages: Sequence[Message], options: ChatOptions) -> Landmarks:
+        """What tells the parts of such an answer from one another."""
         ...
 
     def grammar(self, messages: Sequence[Message], options: ChatOptions) -> str:

@@ -28,7 +28,7 @@ import jiter
 from sluice.engine.protocol import InvalidRequest
 from sluice.router import v4_text as v4
 from sluice.router.calls_v4 import answer_grammar
-from sluice.router.conversation import ChatOptions, Message, OutputParser
+from sluice.router.conversation import ChatOptions, Landmarks, Message, OutputParser
 from sluice.router.parser_v4 import BEGIN_OF_CALLS, V4Parser
 
 # What stands beside the turns of question and answer.
@@ -87,27 +87,21 @@ class V4Format:
     def parser(self, messages: Sequence[Message], options: ChatOptions) -> OutputParser:
         return V4Parser(reasoning=_reasons(messages, options), calls=has_tools(messages, options))
 
-    def end_of_reasoning(self, messages: Sequence[Message], options: ChatOptions) -> int | None:
-        return self._end_think_id if _reasons(messages, options) else None
-
-    def begin_of_calls(self, messages: Sequence[Message], options: ChatOptions) -> tuple[str, ...]:
-        return BEGIN_OF_CALLS if has_tools(messages, options) else ()
+    def landmarks(self, messages: Sequence[Message], options: ChatOptions) -> Landmarks:
+        return Landmarks(
+            end_of_reasoning=self._end_think_id if _reasons(messages, options) else None,
+            begin_of_calls=BEGIN_OF_CALLS if has_tools(messages, options) else (),
+        )
 
     def grammar(self, messages: Sequence[Message], options: ChatOptions) -> str:
-        must, end_think_id = options.must_call is not None, self.end_of_reasoning(messages, options)
-        is_strict = any(tool.get("strict") for tool in options.tools)
-        if options.json_schema is None:
-            needs_one = options.tools and (must or is_strict or not options.parallel_calls)
-        else:
-            needs_one = options.tools or end_think_id is not None
-        if not needs_one:
+        reasons = _reasons(messages, options)
+        if not options.needs_grammar(reasons=reasons):
             return ""
-        called = options.must_call or {tool["name"] for tool in options.tools}
         return answer_grammar(
-            [tool for tool in options.tools if tool["name"] in called],
-            must=must,
+            options.callable_tools,
+            must=options.must_call is not None,
             parallel=options.parallel_calls,
-            end_think_id=end_think_id,
+            end_think_id=self._end_think_id if reasons else None,
             json_schema=options.json_schema,
         )
 

@@ -67,8 +67,7 @@ async def read_conversation(
         arrived,
         request.headers.get("traceparent", ""),
         grammar,
-        service.encoder.end_of_reasoning(messages, options),
-        service.encoder.begin_of_calls(messages, options),
+        service.encoder.landmarks(messages, options),
     )
 
     def output() -> ChatOutput:

@@ -2,8 +2,9 @@
 
     [<think>] reasoning </think> content calls
 
-A call is passed on when it is whole. What turns out to be none is content as it stands, so nothing
-that was said is lost; line breaks around reasoning and calls belong to the format.
+After a marker, arguments are passed on while they come; other calls when they are whole, and what
+turns out to be none is content as it stands. So nothing that was said is lost; line breaks around
+reasoning and calls belong to the format.
 """
 
 from __future__ import annotations
@@ -11,9 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from sluice.router.conversation import CallPart, Part
-from sluice.router.tool_formats import ToolFormat, read_begun_call, read_call
-
-THINK, END_THINK = "<think>", "</think>"
+from sluice.router.json_extent import Extent
+from sluice.router.tool_formats import END_THINK, THINK, ToolFormat, read_begun_call, read_call
 
 
 class FamilyParser:
@@ -39,7 +39,8 @@ class FamilyParser:
         self._is_marked = False  # the calls at hand come after a marker
         self._has_called = False  # one of them has been read
         self._unread = ""  # what is content if no call follows it
-        self._extent = _Extent()
+        self._extent = Extent()
+        self._num_scanned = 0  # characters of the buffer that it has seen
         self._step: Callable[[], bool] = self._before_reasoning if opened else self._begin
 
     def push(self, text: str) -> list[Part]:
@@ -51,8 +52,12 @@ class FamilyParser:
     def flush(self, *, complete: bool) -> list[Part]:
         if self._step in (self._reasoning, self._before_reasoning):
             self._think(self._buffer)
-        elif self._step == self._call:
+        elif self._step in (self._call, self._whole_call):
             self._end_in_call(complete=complete)
+        elif self._step == self._arguments:
+            self._argue(self._extent.missing if complete else "")
+        elif self._step == self._end_of_call:
+            pass  # there is nothing more to tell
         elif complete or not self._begins_next_call():
             self._say(self._unread + self._buffer)
         self._buffer = self._unread = ""
@@ -128,7 +133,8 @@ class FamilyParser:
         if not rest:
             return False
         if rest[0] == "{":
-            return self._whole_call()
+            self._step, self._extent, self._num_scanned = self._whole_call, Extent(), 0
+            return True
         if self._calls.end and self._calls.end.startswith(rest[: len(self._calls.end)]):
             if not rest.startswith(self._calls.end):
                 return False
@@ -150,9 +156,19 @@ class FamilyParser:
         return bool(self._buffer)
 
     def _whole_call(self) -> bool:
-        if (end := self._extent.end_in(self._buffer)) is None:
+        """A call from its beginning on: what has a marker and begins as one may be passed on."""
+        if self._is_marked and (begun := read_begun_call(self._buffer)) is not None and begun[1]:
+            self._add(begun[0], "")
+            self._buffer, self._unread = begun[1], ""
+            self._step, self._extent = self._arguments, Extent()
+            return True
+        end = self._extent.end_in(self._buffer[self._num_scanned :])
+        if end is None:
+            self._num_scanned = len(self._buffer)
             return False
-        text, self._buffer, self._extent = self._buffer[:end], self._buffer[end:], _Extent()
+        end += self._num_scanned
+        text, self._buffer = self._buffer[:end], self._buffer[end:]
+        self._step = self._call
         call = read_call(text)
         if call is None or not self._is_offered(call[0]):
             self._say(self._unread + text)
@@ -161,6 +177,22 @@ class FamilyParser:
             self._add(*call)
         self._unread = ""
         return True
+
+    def _arguments(self) -> bool:
+        end = self._extent.end_in(self._buffer)
+        piece, self._buffer = self._buffer[:end], "" if end is None else self._buffer[end:]
+        self._argue(piece)
+        if end is not None:
+            self._step, self._extent = self._end_of_call, Extent("{")
+        return end is not None
+
+    def _end_of_call(self) -> bool:
+        """What stands between the arguments and the end of the call's object."""
+        end = self._extent.end_in(self._buffer)
+        self._buffer = "" if end is None else self._buffer[end:]
+        if end is not None:
+            self._step = self._call
+        return end is not None
 
     def _end_in_call(self, *, complete: bool) -> None:
         """An answer that is cut off within a call has what there is of it."""
@@ -190,6 +222,9 @@ class FamilyParser:
         self._num_calls += 1
         self._has_called = True
 
+    def _argue(self, text: str) -> None:
+        self._parts += [Part(call=CallPart(self._num_calls - 1, None, text))] if text else []
+
     def _say(self, text: str) -> None:
         self._parts += [Part(content=text)] if text else []
 
@@ -199,33 +234,3 @@ class FamilyParser:
     def _take(self) -> list[Part]:
         parts, self._parts = self._parts, []
         return parts
-
-
-class _Extent:
-    """Finds the end of a JSON object that comes in pieces, looking at each character once."""
-
-    def __init__(self) -> None:
-        self._position = 0
-        self._depth = 0
-        self._in_string = False
-        self._escaped = False
-
-    def end_in(self, text: str) -> int | None:
-        """The place after the object that `text` begins with; None if it is not whole yet."""
-        for place in range(self._position, len(text)):
-            self._take(text[place])
-            if self._depth == 0:
-                return place + 1
-        self._position = len(text)
-        return None
-
-    def _take(self, character: str) -> None:
-        if self._escaped:
-            self._escaped = False
-        elif self._in_string:
-            self._escaped = character == "\\"
-            self._in_string = character != '"'
-        elif character == '"':
-            self._in_string = True
-        else:
-            self._depth += (character in "{[") - (character in "}]")

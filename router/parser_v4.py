@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 from sluice.router import v4_text as v4
 from sluice.router.conversation import CallPart, Part
+from sluice.router.json_extent import Extent
 from sluice.router.stop import num_undecided
 
 OPEN_INVOKE = f"<{v4.DSML}invoke"
@@ -39,9 +40,10 @@ class V4Parser:
         self._num_calls = 0
         self._num_parameters = 0
         self._is_string = False
+        self._extent = Extent()  # of an array or object that is passed on
         self._begins = True
         self._has_said = False
-        self._step: Callable[[], bool] = self._reasoning if reasoning else self._content
+        self._step: Callable[[], bool] = self._reasoning if reasoning else self._begin
 
     def push(self, text: str) -> list[Part]:
         self._buffer += text
@@ -56,12 +58,13 @@ class V4Parser:
         if self._step == self._reasoning:
             self._think(self._rest(complete=complete))
         elif self._step == self._container:
-            self._argue(self._up_to(VALUE_ENDS)[0].rstrip())
+            self._contain(self._up_to(VALUE_ENDS)[0].rstrip())
+            self._argue(self._extent.missing if complete else "")
         elif self._step in values:
             text, _ = self._up_to(VALUE_ENDS)  # the beginning of an end is no part of the value
             is_cut = self._step == self._value and not complete
             self._argue(text if is_cut else self._argument(text))
-        elif self._step == self._content:
+        elif self._step in (self._begin, self._content):
             self._say(self._rest(complete=complete))
         else:
             self._say(self._before_tags().strip())
@@ -80,6 +83,16 @@ class V4Parser:
         found = [at for tag in TAGS if (at := self._buffer.find(tag)) >= 0]
         end = len(self._buffer) - num_undecided(self._buffer, TAGS)
         return self._buffer[: min(found, default=end)]
+
+    def _begin(self) -> bool:
+        """Where the prompt has closed the reasoning, a model may open it once more."""
+        if self._buffer.startswith(v4.THINK):
+            self._step = self._reasoning
+        elif v4.THINK.startswith(self._buffer):
+            return False
+        else:
+            self._step = self._content
+        return True
 
     def _reasoning(self) -> bool:
         if self._begins and self._buffer.startswith(v4.THINK):
@@ -144,11 +157,11 @@ class V4Parser:
         """In any other value, which is passed on when it is whole and known to be JSON.
 
         An array or an object, which may be long, is passed on while it comes, once it has begun as
-        JSON does; what a model writes wrong from there on stays as it wrote it.
+        JSON does; but for missing ends, what a model writes wrong from there on stays so.
         """
         if CONTAINER.match(self._buffer):
             self._buffer = self._buffer.lstrip()
-            self._step = self._container
+            self._step, self._extent = self._container, Extent()
             return True
         if not any(end in self._buffer for end in VALUE_ENDS):
             return False
@@ -161,12 +174,17 @@ class V4Parser:
     def _container(self) -> bool:
         text, marker = self._up_to(VALUE_ENDS)
         shown = text.rstrip()  # white space may be the last before the end, which is no part of it
-        self._argue(shown)
+        self._contain(shown)
         if marker is None:
             self._buffer = text[len(shown) :] + self._buffer
             return False
+        self._argue(self._extent.missing)
         self._end_value(marker)
         return True
+
+    def _contain(self, text: str) -> None:
+        self._argue(text)
+        self._extent.end_in(text)
 
     def _argument(self, text: str) -> str:
         return _escaped(text) if self._is_string else _as_json(text)

@@ -37,6 +37,7 @@ from sluice.router.body import Bodies
 from sluice.router.canary import Canary
 from sluice.router.chat import ChatEncoder
 from sluice.router.checkpoint import read_checkpoint
+from sluice.router.conversation import NO_LANDMARKS, Landmarks
 from sluice.router.dispatch import Dispatcher, Tokens
 from sluice.router.grammars import GrammarJudge
 from sluice.router.metrics import RouterMetrics
@@ -59,9 +60,7 @@ STOP_LIMIT_S = 30.0
 class Job:
     """A request with what only the router knows of it.
 
-    arrived: time.monotonic(). traceparent: the client's own, as it came. end_of_reasoning: the
-    token that ends the reasoning with which the answer begins; None if it begins with none.
-    begin_of_calls: texts of which one begins its tool calls, which no stop string cuts.
+    arrived: time.monotonic(). traceparent: the client's own, as it came. landmarks: of the answer.
     only_prompt: no output is wanted, only what is known of the prompt.
     """
 
@@ -69,8 +68,7 @@ class Job:
     stop: tuple[str, ...]
     arrived: float
     traceparent: str = ""
-    end_of_reasoning: int | None = None
-    begin_of_calls: tuple[str, ...] = ()
+    landmarks: Landmarks = NO_LANDMARKS
     only_prompt: bool = False
 
     def span(self) -> Span:
@@ -257,8 +255,7 @@ class RouterService:
             self.checkpoint.tokenizer,
             job.stop,
             request.sampling.min_tokens,
-            job.end_of_reasoning,
-            job.begin_of_calls,
+            job.landmarks,
             only_prompt=job.only_prompt,
         )
         num_prompt_tokens = len(request.prompt_token_ids)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
@@ -21,9 +22,23 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from sluice.engine.protocol import ConfigError, InvalidRequest
-from sluice.router.conversation import ChatOptions, Message, OutputParser, PlainParser
-from sluice.router.parser_families import END_THINK, THINK, FamilyParser
-from sluice.router.tool_formats import FORMATS, calls_as_templates_read, tool_format_of
+from sluice.router.calls_families import Reasoning, answer_grammar
+from sluice.router.conversation import (
+    ChatOptions,
+    Landmarks,
+    Message,
+    OutputParser,
+    PlainParser,
+)
+from sluice.router.parser_families import FamilyParser
+from sluice.router.tool_formats import (
+    END_THINK,
+    FORMATS,
+    THINK,
+    ToolFormat,
+    calls_as_templates_read,
+    tool_format_of,
+)
 
 # Of a message. What the answer thought is there for templates that show it; most leave it out.
 FIELDS = frozenset({"role", "content", "name", "reasoning_content"})
@@ -64,7 +79,10 @@ class Refused(jinja2.TemplateError):
 
 
 class TemplateFormat:
-    """Raises ConfigError for a template that is no Jinja. `source` None: every chat is refused."""
+    """Raises ConfigError for a template that is no Jinja. `source` None: every chat is refused.
+
+    markers: those of calls and reasoning that are one token, with its id and whether it is special.
+    """
 
     def __init__(
         self,
@@ -73,11 +91,12 @@ class TemplateFormat:
         bos_token: str,
         eos_token: str,
         tool_format: str = "auto",
-        end_think_id: int | None = None,
+        markers: Mapping[str, tuple[int, bool]] = MappingProxyType({}),
     ) -> None:
         self._source = source
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
-        self._end_think_id = end_think_id
+        self._token_ids = {marker: token_id for marker, (token_id, _) in markers.items()}
+        self._shown = {token_id: m for m, (token_id, is_special) in markers.items() if is_special}
         variables: frozenset[str] = frozenset()
         if source is not None:
             with _faults_named():
@@ -147,30 +166,55 @@ class TemplateFormat:
         return text if begun is None else _up_to(text, begun)
 
     def parser(self, messages: Sequence[Message], options: ChatOptions) -> OutputParser:
-        calls = FORMATS.get(self._knows.tool_format) if options.tools else None
-        is_open = self._knows.thinks and options.json_schema is None
-        if not is_open and calls is None:
+        calls, reasoning = self._calls(options), self._reasoning(messages, options)
+        if calls is None and reasoning is Reasoning.NONE:
             return PlainParser()
         return FamilyParser(
-            opened=self._is_opened(options),
-            thinks=is_open and not messages[-1].get("prefix"),
+            opened=reasoning is Reasoning.OPENED,
+            thinks=reasoning is Reasoning.POSSIBLE,
             calls=calls,
             names=frozenset(tool["name"] for tool in options.tools),
         )
 
-    def end_of_reasoning(self, messages: Sequence[Message], options: ChatOptions) -> int | None:
-        return self._end_think_id if self._is_opened(options) else None
-
-    def _is_opened(self, options: ChatOptions) -> bool:
-        """Whether the prompt ends within <think>; a JSON answer leaves no room for thoughts."""
-        is_open = options.prompt_end.rstrip().endswith(THINK)
-        return is_open and self._knows.thinks and options.json_schema is None
-
-    def begin_of_calls(self, messages: Sequence[Message], options: ChatOptions) -> tuple[str, ...]:
-        return ()
+    def landmarks(self, messages: Sequence[Message], options: ChatOptions) -> Landmarks:
+        calls, reasoning = self._calls(options), self._reasoning(messages, options)
+        begin, end = self._token_ids.get(THINK), self._token_ids.get(END_THINK)
+        opens = reasoning is Reasoning.POSSIBLE and begin is not None
+        known = set() if calls is None else {calls.marker, calls.end}
+        known |= set() if reasoning is Reasoning.NONE else {THINK, END_THINK}
+        return Landmarks(
+            end_of_reasoning=end if opens or reasoning is Reasoning.OPENED else None,
+            begin_of_reasoning=begin if opens else None,
+            begin_of_calls=() if calls is None else (calls.marker,),
+            shown={token_id: text for token_id, text in self._shown.items() if text in known},
+        )
 
     def grammar(self, messages: Sequence[Message], options: ChatOptions) -> str:
-        return ""  # `render` has refused what would need one
+        reasoning = self._reasoning(messages, options)
+        if not options.needs_grammar(reasons=reasoning is not Reasoning.NONE):
+            return ""
+        return answer_grammar(
+            options.callable_tools,
+            self._calls(options),
+            self._token_ids,
+            must=options.must_call is not None,
+            parallel=options.parallel_calls,
+            reasoning=reasoning,
+            json_schema=options.json_schema,
+        )
+
+    def _calls(self, options: ChatOptions) -> ToolFormat | None:
+        return FORMATS.get(self._knows.tool_format) if options.tools else None
+
+    def _reasoning(self, messages: Sequence[Message], options: ChatOptions) -> Reasoning:
+        """JSON comes at once, unless reasoning is asked for, or the prompt has begun it."""
+        if not self._knows.thinks:
+            return Reasoning.NONE
+        if options.prompt_end.rstrip().endswith(THINK):
+            return Reasoning.OPENED
+        is_plain = options.json_schema is None or options.thinking
+        may_open = is_plain and not messages[-1].get("prefix")
+        return Reasoning.POSSIBLE if may_open else Reasoning.NONE
 
 
 def _as_templates_read(message: Message, tool_format: str) -> Message:
@@ -186,21 +230,18 @@ def _up_to(text: str, begun: str) -> str:
     start = text.rfind(begun.strip())
     if not begun.strip() or start < 0:
         raise InvalidRequest(
-            "messages: the last one has `prefix`, but the chat template does not write its content "
-            "as it stands; give it some content, or leave `prefix` out",
+            "messages: the last one is the answer's beginning, but the chat template does not "
+            "write its content as it stands; give it some content, or end with a user's message",
             param="messages",
         )
     return text[: start + len(begun.strip())]
 
 
 def _check(messages: Sequence[Message], options: ChatOptions, known: Known) -> None:
-    """Raises InvalidRequest for what the template has no words for, or what we cannot enforce."""
+    """Raises InvalidRequest for what the template has no words for."""
     fields = FIELDS | CALL_FIELDS if known.old_calls else FIELDS
     asked = {
         "tools": bool(options.tools) and known.tool_format == "none",
-        "tool_choice": options.must_call is not None,
-        "parallel_tool_calls": bool(options.tools) and not options.parallel_calls,
-        "response_format": bool(options.tools) and options.json_schema is not None,
         "thinking": bool(options.thinking) and not known.switches,
         "reasoning_effort": options.effort not in (None, "none") and not known.has_effort,
     }

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from tokenizers import Tokenizer
 
 from sluice.engine.protocol import FinishReason, Logprobs
+from sluice.router.conversation import NO_LANDMARKS, Landmarks
 from sluice.router.detokenize import Detokenizer
 from sluice.router.dispatch import Tokens
 from sluice.router.stop import StopFilter
@@ -47,10 +48,9 @@ class OutputText:
     """Works token by token where stop strings or log-probabilities tell one from the next, so that
     text and counts do not depend on how tokens were batched.
 
-    min_tokens: a stop string may begin only after so many tokens. end_of_reasoning: the token that
-    ends the reasoning at the beginning; None if there is none. begin_of_calls: texts of which one
-    begins the tool calls at the end. Stop strings are looked for between the two only. only_prompt:
-    no output is wanted, and the one token that there is has to be shown to nobody.
+    min_tokens: a stop string may begin only after so many tokens. landmarks: stop strings are
+    looked for neither in reasoning nor in tool calls. only_prompt: no output is wanted, and the one
+    token that there is has to be shown to nobody.
     """
 
     def __init__(
@@ -58,16 +58,17 @@ class OutputText:
         tokenizer: Tokenizer,
         stop: Sequence[str],
         min_tokens: int = 0,
-        end_of_reasoning: int | None = None,
-        begin_of_calls: Sequence[str] = (),
+        landmarks: Landmarks = NO_LANDMARKS,
         *,
         only_prompt: bool = False,
     ) -> None:
         self._only_prompt = only_prompt
-        self._end_of_reasoning = end_of_reasoning  # None once it has come
+        self._landmarks = landmarks
+        is_open = landmarks.begin_of_reasoning is None
+        self._end_of_reasoning = landmarks.end_of_reasoning if is_open else None  # where it is open
         self._num_reasoning_tokens = 0
-        self._detokenizer = Detokenizer(tokenizer)
-        self._filter = StopFilter(stop, ends=begin_of_calls)
+        self._detokenizer = Detokenizer(tokenizer, landmarks.shown)
+        self._filter = StopFilter(stop, ends=landmarks.begin_of_calls)
         self._can_stop = bool(stop)
         self._min_tokens = min_tokens
         self._num_tokens = 0
@@ -91,6 +92,7 @@ class OutputText:
             if tokens.logprobs:
                 scored = Scored(group[0], self._num_characters, tokens.logprobs[index])
                 self._scored.append(scored)
+            self._open_reasoning(group)
             reasoning = self._end_of_reasoning is not None
             self._count(group)
             text += self._push(self._detokenizer.push(group), reasoning=reasoning)
@@ -113,6 +115,12 @@ class OutputText:
                 self._scored.append(
                     Scored(tokens.token_ids[index], self._num_characters, tokens.logprobs[index])
                 )
+
+    def _open_reasoning(self, token_ids: tuple[int, ...]) -> None:
+        """An answer may open its reasoning itself, with its first token."""
+        opening = self._landmarks.begin_of_reasoning
+        if self._num_tokens == 0 and opening is not None and token_ids[:1] == (opening,):
+            self._end_of_reasoning = self._landmarks.end_of_reasoning
 
     def _count(self, token_ids: tuple[int, ...]) -> None:
         self._num_tokens += len(token_ids)

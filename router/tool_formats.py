@@ -4,8 +4,8 @@
     llama3_json  [<|python_tag|>] {"name": ..., "parameters": {...}} [; {...}]
     mistral      [TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]
 
-The markers of the last two are special tokens, which have no text: there a call is also what
-begins the answer and looks like one.
+Llama 3 calls without its marker, too, and so do others whose marker was lost: there a call is also
+what begins the answer and looks like one.
 """
 
 from __future__ import annotations
@@ -24,22 +24,49 @@ from sluice.router.conversation import Message
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """marker: before the calls. end: after one. between: characters around them, of no meaning.
+    """How a model's calls are read.
 
-    bare: the characters with which calls begin an answer without a marker; none if they cannot.
+    marker: before the calls. end: after one. between: characters around them, of no meaning. bare:
+    the characters with which calls begin an answer without a marker; none if they cannot.
+
+    And how they are written where they are enforced: [marker opening] call { separator call }
+    closing, with the arguments under this key. is_marked: with the marker. separator: None if there
+    is one call at a time.
     """
 
     marker: str
     end: str = ""
     between: str = " \t\r\n"
     bare: str = ""
+    is_marked: bool = True
+    opening: str = ""
+    separator: str | None = None
+    closing: str = ""
+    key: str = "arguments"
 
 
+THINK, END_THINK = "<think>", "</think>"
 FORMATS = {
-    "hermes": ToolFormat("<tool_call>", end="</tool_call>"),
-    "llama3_json": ToolFormat("<|python_tag|>", between=" \t\r\n;", bare="{"),
-    "mistral": ToolFormat("[TOOL_CALLS]", between=" \t\r\n[],", bare="["),
+    "hermes": ToolFormat(
+        "<tool_call>",
+        end="</tool_call>",
+        opening="\n",
+        separator="\n</tool_call>\n<tool_call>\n",
+        closing="\n</tool_call>",
+    ),
+    "llama3_json": ToolFormat(
+        "<|python_tag|>", between=" \t\r\n;", bare="{", is_marked=False, key="parameters"
+    ),
+    "mistral": ToolFormat(
+        "[TOOL_CALLS]",
+        between=" \t\r\n[],",
+        bare="[",
+        opening=" [",
+        separator=", ",
+        closing="]",
+    ),
 }
+MARKERS = (THINK, END_THINK, *(marker for f in FORMATS.values() for marker in (f.marker, f.end)))
 ARGUMENTS = ("arguments", "parameters")
 MISTRAL_ID = re.compile(r"[a-zA-Z0-9]{9}")
 NAME = re.compile(r'\{\s*"name"\s*:\s*"((?:[^"\\]|\\.)*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*')
@@ -88,7 +115,7 @@ def read_call(text: str) -> tuple[str, str] | None:
 
 
 def read_begun_call(text: str) -> tuple[str, str] | None:
-    """The same of a call that was cut off: its arguments are the beginning of JSON."""
+    """The same of a call that has only begun: its arguments are the beginning of JSON, or none."""
     head = NAME.match(text)
     call = None if head is None else _object(head[0] + "0}")
     if head is None or call is None or text[head.end() :][:1] not in ("", "{"):

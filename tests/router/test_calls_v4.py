@@ -8,6 +8,7 @@ import random
 import jsonschema
 import numpy as np
 import pytest
+from grammar_walks import passes_through, random_parameters, random_walk
 from tokenizers import Tokenizer
 
 from sluice.engine.grammar import Grammars
@@ -56,18 +57,7 @@ def matcher_of(tokenizer):
 @pytest.fixture
 def follows(tokenizer, matcher_of):
     """Whether a text is one that the grammar lets through, to its end."""
-    it, _ = tokenizer
-
-    def check(grammar, text):
-        matcher, output = matcher_of(grammar), []
-        for token_id in it.encode(text, add_special_tokens=False).ids:
-            if not matcher.allowed()[token_id]:
-                return False
-            output.append(token_id)
-            matcher.follow(output)
-        return matcher.complete
-
-    return check
+    return lambda grammar, text: passes_through(tokenizer[0], matcher_of(grammar), text)
 
 
 def written(*calls, content=""):
@@ -184,100 +174,6 @@ def test_any_path_through_the_grammar_is_read_as_calls_with_valid_arguments(toke
         assert json.loads(first)["unit"] in ("C", "F")
 
 
-LEAVES = [
-    {"type": "string"},
-    {"type": "string", "maxLength": 3},
-    {"type": "string", "minLength": 2, "maxLength": 4, "description": "d"},
-    {"type": "string", "pattern": "^[a-z/]{2,4}$"},
-    {"type": "string", "pattern": "[0-9]x", "maxLength": 6},
-    {"type": "string", "pattern": "^a|b$", "maxLength": 6},
-    {"type": "string", "enum": ["red", "blue"], "title": "Color"},
-    {"type": "string", "format": "date"},
-    {"const": "fixed"},
-    {"const": 7},
-    {"enum": ["a", 1, None]},
-    {"type": "integer", "minimum": 0, "maximum": 99},
-    {"type": "number", "exclusiveMinimum": 1},
-    {"type": "boolean"},
-    {"type": ["string", "null"], "maxLength": 2},
-    {"type": ["integer", "string"], "maxLength": 2, "maximum": 9, "minimum": 0},
-    {},
-    True,
-]
-
-
-def random_schema(rng, names, depth=2):
-    """A schema as pydantic (1 and 2) and zod write them. names: what references may lead to."""
-
-    def inner():
-        return random_schema(rng, names, depth - 1)
-
-    if depth == 0 or rng.random() < 0.3:
-        return rng.choice(LEAVES)
-    return rng.choice([
-        lambda: {"anyOf": [inner(), {"type": "null"}], "default": None},
-        lambda: {"oneOf": [{"type": "integer"}, {"type": "null"}]},
-        lambda: {"anyOf": [inner(), inner()]},
-        lambda: {"$ref": rng.choice(names), "description": "d"},
-        lambda: {"allOf": [{"$ref": rng.choice(names)}], "default": None},
-        lambda: {"allOf": [{"type": "string", "minLength": 1}, {"maxLength": 3}]},
-        lambda: {"type": "array", "items": inner(), "maxItems": 2},
-        lambda: {"type": "object", "additionalProperties": {"type": "integer"}},
-        lambda: {"type": "object", "properties": {"x": inner(), "y": inner()}, "required": ["x"],
-                 "additionalProperties": False},
-    ])()  # fmt: skip
-
-
-def random_parameters(rng):
-    place = rng.choice(["$defs", "definitions"])
-    names = [f"#/{place}/Color", f"#/{place}/Node", f"#/{place}/Maybe~1a"]
-    node = {"properties": {"next": {"anyOf": [{"$ref": names[1]}, {"type": "null"}]},
-                           "color": {"$ref": names[0]}}, "required": ["color"], "type": "object",
-            "additionalProperties": False}  # fmt: skip
-    maybe = {"anyOf": [{"$ref": names[0]}, {"type": "integer", "maximum": 9}, {"type": "null"}]}
-    properties = {f"p{index}": random_schema(rng, names) for index in range(rng.randrange(1, 5))}
-    if rng.random() < 0.3:
-        properties["again"] = {"$ref": "#/properties/p0"}
-    required = [name for name in properties if rng.random() < 0.5]
-    definitions = {"Color": {"enum": ["red", "blue"], "type": "string"}, "Node": node,
-                   "Maybe/a": maybe}  # fmt: skip
-    schema = {"type": "object", "properties": properties, "required": required}
-    match rng.randrange(4):
-        case 0 if "again" not in properties:
-            return {"$ref": f"#/{place}/Top", place: definitions | {"Top": schema}}
-        case 1:
-            more = {"properties": {"kind": {"const": "k"}}, "required": ["kind"]}
-            return schema | {"allOf": [more], place: definitions}
-        case 2:
-            kinds = [{"properties": {"kind": {"const": k}, k: {"type": "string", "maxLength": 2}},
-                      "required": ["kind", k], "type": "object"} for k in "ab"]  # fmt: skip
-            return schema | {rng.choice(["anyOf", "oneOf"]): kinds, place: definitions}
-    return schema | {place: definitions, "additionalProperties": rng.random() < 0.5}
-
-
-def random_walk(it, matcher, rng, max_tokens=600):
-    """Random tokens under the mask, as text; None if they come to no end. Strings are closed often,
-    as chance takes long to do it."""
-    closers = [it.encode(text).ids for text in ('"', "</｜DSML｜parameter>")]
-    output: list[int] = []
-
-    def take(token_id):
-        output.append(token_id)
-        matcher.follow(output)
-
-    while not matcher.complete and len(output) < max_tokens:
-        allowed = matcher.allowed()
-        assert matcher.error is None and allowed.any()
-        if allowed.sum() > 40 and rng.random() < 0.5:
-            for token_id in rng.choice(closers):
-                if matcher.complete or not matcher.allowed()[token_id]:
-                    break
-                take(token_id)
-        else:
-            take(rng.choice(np.flatnonzero(allowed).tolist()))
-    return it.decode(output, skip_special_tokens=False) if matcher.complete else None
-
-
 def arguments_of(text):
     parser = V4Parser(reasoning=False, calls=True)
     parts = [*parser.push(text), *parser.flush(complete=True)]
@@ -287,6 +183,7 @@ def arguments_of(text):
 
 
 NUM_SCHEMAS = 30
+ENDS = ('"', "</｜DSML｜parameter>")
 
 
 def test_whatever_the_grammar_of_a_schema_lets_through_satisfies_the_schema(tokenizer, matcher_of):
@@ -297,7 +194,7 @@ def test_whatever_the_grammar_of_a_schema_lets_through_satisfies_the_schema(toke
     for _ in range(NUM_SCHEMAS):
         schema = random_parameters(rng)
         matcher = matcher_of(grammar({"name": "f", "parameters": schema}, parallel=False))
-        if (text := random_walk(it, matcher, rng)) is None or "\ufffd" in text:
+        if (text := random_walk(it, matcher, rng, ENDS)) is None or "\ufffd" in text:
             continue
         if text.count("<｜DSML｜parameter") < text.count("</｜DSML｜parameter>"):
             continue  # the end's marker within JSON, where the parser takes it for the end

@@ -107,6 +107,35 @@ def test_any_cut_gives_the_same_parts(output, expected):
         assert (reasoning, content, found) == expected, pieces
 
 
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("[1, 2", [1, 2]),
+        ('{"a": [1, "b', {"a": [1, "b"]}),
+        ('{"a": "b\\', {"a": "b\\"}),
+        ("[1,", [1, None]),
+        ('{"a":', {"a": None}),
+        ("[[1], [", [[1], []]),
+        ('["]"', ["]"]),
+    ],
+)
+@pytest.mark.parametrize("end", ["</｜DSML｜parameter>\n" + END_INVOKE + CLOSE, ""])
+def test_ends_that_an_array_or_object_lacks_are_supplied(written, meant, end):
+    begin = f'{OPEN}\n{INVOKE.format("f")}<｜DSML｜parameter name="x" string="false">'
+    for pieces in ([begin + written + end], list(begin + written + end)):
+        [(name, arguments)] = parsed(pieces, reasoning=False)[2]
+        assert (name, json.loads(arguments)) == ("f", {"x": meant})
+
+
+def test_reasoning_is_none_of_the_content_where_none_was_asked_for():
+    for output in ("<think>hm</think>Hello", "<think>hm"):
+        for pieces in ([output], list(output)):
+            reasoning, content, _ = parsed(pieces, reasoning=False)
+            assert (reasoning, content) == ("hm", "Hello" if "Hello" in output else "")
+    assert parsed(["<thing> <think>"], reasoning=False)[:2] == ("", "<thing> <think>")
+    assert parsed(["<thi"], reasoning=False, complete=False)[:2] == ("", "")
+
+
 def test_without_tools_calls_are_text_and_without_thinking_ends_are_too():
     output = "r</think>" + block(WEATHER)
     assert parsed([output], calls=False) == ("r", block(WEATHER), [])

@@ -137,7 +137,7 @@ async def test_all_but_the_text_of_a_long_conversation_is_kept(readers, encoder,
     assert read.schema.model_dump(exclude={"messages"}) == whole.model_dump(exclude={"messages"})
     asked, kept = conversation(whole), conversation(read.schema)
     assert encoder.grammar(*kept) == encoder.grammar(*asked)
-    assert encoder.end_of_reasoning(*kept) == encoder.end_of_reasoning(*asked)
+    assert encoder.landmarks(*kept) == encoder.landmarks(*asked)
     assert parsed(encoder.parser(*kept)) == parsed(encoder.parser(*asked))
     assert read.num_bytes < 1000
 
