@@ -19,13 +19,15 @@ from pathlib import Path
 import httpx
 import jsonschema
 import pytest
+from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from sluice.router.v4_text import CONTROL_TOKENS, DSML
+from sluice.router.v4_text import CONTROL_TOKENS, DSML, END_THINK
 
 MODEL = Path(__file__).parents[2] / "deploy/models/tiny-v4-chat"
 NUM_COMBINATIONS = int(os.environ.get("COMBINATIONS", "60"))
 NUM_AT_ONCE = 8
+END_THINK_ID = Tokenizer.from_file(str(MODEL / "tokenizer.json")).token_to_id(END_THINK)
 # The token alone may come in any text: the weights know it as the merge whose place it has.
 MARKUP = (*(set(CONTROL_TOKENS) - {DSML}), f"<{DSML}", f"</{DSML}")
 MOODS = {"$defs": {"mood": {"enum": ["calm", "wild"]}}}
@@ -82,6 +84,8 @@ def drawn(number: int) -> dict:
         body["tool_choice"] = rng.choice(["auto", "none", "required", "required", named])
         body["parallel_tool_calls"] = rng.random() < 0.5
         body["max_tokens"] *= rng.choice([1, 4])  # a call takes a hundred
+    if rng.random() < 0.5:  # or it would seldom come to an end of its reasoning
+        body["logit_bias"] = {str(END_THINK_ID): rng.choice([4, 8])}
     if rng.random() < 0.2:
         body["n"] = 2
     if rng.random() < 0.2:
@@ -196,6 +200,8 @@ async def check(post, number: int, seen: Counter, *, alone: bool = False) -> Non
     for choice in whole["choices"]:
         check_choice(body, choice)
         seen[choice["finish_reason"]] += 1
+        if choice["message"].get("reasoning_content") and choice["message"]["content"]:
+            seen[f"{'JSON' if 'response_format' in body else 'text'} after reasoning"] += 1
     events = [line.removeprefix("data: ") for line in streamed.text.strip().split("\n\n")]
     assert events.pop() == "[DONE]"
     events = [json.loads(event) for event in events]
@@ -229,5 +235,7 @@ async def test_whatever_is_asked_for_together_holds(post):
         await check(post, number, seen, alone=True)
     print(dict(seen), "differed beside others:", differing)
     assert len(differing) <= 1 + NUM_COMBINATIONS / 200
-    reasons = ("stop", "length", "tool_calls") if NUM_COMBINATIONS >= 1000 else ("stop", "length")
-    assert seen["200"] > NUM_COMBINATIONS / 2 and all(seen[reason] for reason in reasons), seen
+    ways = {"stop", "length"}
+    if NUM_COMBINATIONS >= 1000:
+        ways |= {"tool_calls", "text after reasoning", "JSON after reasoning"}
+    assert seen["200"] > NUM_COMBINATIONS / 2 and all(seen[way] for way in ways), seen
