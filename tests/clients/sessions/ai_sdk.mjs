@@ -33,11 +33,11 @@ function check(holds, what) {
 
 const sessions = {
   async chat() {
-    const { text, usage } = await generateText(ask(8));
+    const { text, usage } = await generateText(ask(8, { temperature: 0 }));
     check(text && usage.outputTokens === 8, "a text of eight tokens");
   },
   async stream() {
-    const result = streamText(ask(8));
+    const result = streamText(ask(8, { temperature: 0 }));
     let text = "";
     for await (const piece of result.textStream) text += piece;
     check(text && (await result.usage).outputTokens === 8, "a text of eight tokens");

@@ -14,6 +14,7 @@ def model(max_tokens: int = 8) -> ChatOpenAI:
         base_url=API,
         api_key=KEY,
         max_tokens=max_tokens,
+        temperature=0,
         max_retries=0,
         reasoning_effort="none",
     )

@@ -28,7 +28,7 @@ def question() -> list:
 
 
 def chat() -> None:
-    answer = client.chat.completions.create(messages=question(), **ASK)
+    answer = client.chat.completions.create(messages=question(), temperature=0, **ASK)
     assert answer.choices[0].message.content and answer.usage.completion_tokens == 8
     text = client.completions.create(model=MODEL, prompt=QUESTION, max_tokens=8)
     assert text.choices[0].text
@@ -39,7 +39,7 @@ def stream() -> None:
     usage = {"include_usage": True}
     chunks = list(
         client.chat.completions.create(
-            messages=question(), stream=True, stream_options=usage, **ASK
+            messages=question(), temperature=0, stream=True, stream_options=usage, **ASK
         )
     )
     assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)

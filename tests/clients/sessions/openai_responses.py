@@ -13,7 +13,7 @@ TOOLS = [{"type": "function", "strict": True, **WEATHER}]
 
 
 def chat() -> None:
-    answer = client.responses.create(input=QUESTION, max_output_tokens=8, **ASK)
+    answer = client.responses.create(input=QUESTION, temperature=0, max_output_tokens=8, **ASK)
     assert answer.output_text and answer.usage.output_tokens == 8
     assert answer.status == "incomplete"
 
