@@ -85,13 +85,14 @@ class V4Parser:
         return self._buffer[: min(found, default=end)]
 
     def _begin(self) -> bool:
-        """Where the prompt has closed the reasoning, a model may open it once more."""
-        if self._buffer.startswith(v4.THINK):
-            self._step = self._reasoning
-        elif v4.THINK.startswith(self._buffer):
-            return False
-        else:
-            self._step = self._content
+        """Before the content. A model may end its reasoning twice, or open it once more."""
+        for marker, step in ((v4.END_THINK, self._begin), (v4.THINK, self._reasoning)):
+            if self._buffer.startswith(marker):
+                self._buffer, self._step = self._buffer.removeprefix(marker), step
+                return True
+            if marker.startswith(self._buffer):
+                return False
+        self._step = self._content
         return True
 
     def _reasoning(self) -> bool:
@@ -105,7 +106,7 @@ class V4Parser:
         self._think(text)
         if marker is None:
             return False
-        self._step = self._content if marker == v4.END_THINK else self._between_calls
+        self._step = self._begin if marker == v4.END_THINK else self._between_calls
         return True
 
     def _content(self) -> bool:

@@ -133,6 +133,11 @@ def test_reasoning_is_none_of_the_content_where_none_was_asked_for():
             reasoning, content, _ = parsed(pieces, reasoning=False)
             assert (reasoning, content) == ("hm", "Hello" if "Hello" in output else "")
     assert parsed(["<thing> <think>"], reasoning=False)[:2] == ("", "<thing> <think>")
+    for output in ("</think>Hello", "</think></think>Hello", "</think><think></think>Hello"):
+        for pieces in ([output], list(output)):
+            assert parsed(pieces, reasoning=False)[:2] == ("", "Hello")
+            assert parsed(["hm", *pieces])[:2] == ("hm", "Hello")
+    assert parsed(["a </think> b"], reasoning=False)[1] == "a </think> b"  # said, for all we know
     assert parsed(["<thi"], reasoning=False, complete=False)[:2] == ("", "")
 
 
