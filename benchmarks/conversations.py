@@ -27,8 +27,8 @@ from sluice.benchmarks.provenance import RESULTS, print_provenance, provenance, 
 from sluice.benchmarks.replay import compute, make_job, make_scheduler
 from sluice.cache.manager import CacheManager
 from sluice.cache.spec import PoolSpec, tables_of
-from sluice.engine.config import RoleConfig
 from sluice.model.presets import preset_pools
+from sluice.protocol.config import RoleConfig
 from sluice.transfer.plan import rows_to_receive
 
 SPECS = preset_pools("v4-flash")

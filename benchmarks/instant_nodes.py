@@ -1,6 +1,6 @@
 """Nodes that answer at once, and the router over them: what is left is what the router costs.
 
-They speak the client protocols of sluice.engine.protocol within the router's process; nothing is
+They speak the client protocols of sluice.protocol.messages within the router's process; nothing is
 computed and nothing goes over a wire.
 """
 
@@ -22,8 +22,8 @@ import uvloop
 from sluice.cache.spec import Full, PoolSpec
 from sluice.deploy.collector import spare_streams
 from sluice.deploy.logs import log_to_stderr
-from sluice.engine.config import parse_config
-from sluice.engine.protocol import (
+from sluice.protocol.config import parse_config
+from sluice.protocol.messages import (
     ClusterState,
     FinishReason,
     GenerateRequest,

@@ -27,7 +27,7 @@ from tqdm import tqdm
 from sluice.benchmarks.instant_nodes import MODEL, run_router
 from sluice.benchmarks.provenance import RESULTS, print_provenance, provenance, write_csv
 from sluice.benchmarks.router_overhead import server_process
-from sluice.engine.config import RouterConfig
+from sluice.protocol.config import RouterConfig
 
 PAUSE_S = (4.9, 5.1)  # around httpx's own expiry
 UVICORN_S = 5

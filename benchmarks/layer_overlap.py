@@ -35,10 +35,10 @@ from rich.table import Table
 from sluice.benchmarks.provenance import RESULTS, print_provenance, provenance, write_csv
 from sluice.benchmarks.vs_transformers import MID
 from sluice.decode_node.node import DecodeNode
-from sluice.engine.config import SluiceConfig, parse_config
-from sluice.engine.protocol import GenerateRequest, PageGrant, SamplingParams
 from sluice.model.make_checkpoint import make_checkpoint
 from sluice.prefill_node.node import PrefillNode
+from sluice.protocol.config import SluiceConfig, parse_config
+from sluice.protocol.messages import GenerateRequest, PageGrant, SamplingParams
 
 LENGTHS_TOKENS = (128, 512, 2_048)
 REPEATS = 5

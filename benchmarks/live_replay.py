@@ -29,10 +29,10 @@ from tqdm import tqdm
 from sluice.benchmarks.provenance import RESULTS, print_provenance, provenance, write_csv
 from sluice.benchmarks.replay import Hits, make_scheduler, replay
 from sluice.benchmarks.traces import Prompt, Trace, read_trace
-from sluice.engine.config import SluiceConfig, load_config
-from sluice.engine.protocol import Role
 from sluice.engine.runner import Runner
 from sluice.model.registry import describe, load_model
+from sluice.protocol.config import SluiceConfig, load_config
+from sluice.protocol.messages import Role
 
 TOLERANCE = 0.02  # of all blocks
 FIRST_TOKEN_ID = 3  # below are the special tokens

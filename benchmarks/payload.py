@@ -18,8 +18,8 @@ from rich.table import Table
 
 from sluice.benchmarks.provenance import RESULTS, print_provenance, provenance, write_csv
 from sluice.cache.spec import Block, PoolSpec, TableSpec, tables_of
-from sluice.engine.protocol import PageRun
 from sluice.model.presets import preset_pools
+from sluice.protocol.messages import PageRun
 from sluice.transfer.plan import byte_runs, rows_to_receive, touched_pages
 
 MODEL = "v4-flash"

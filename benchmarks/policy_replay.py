@@ -48,10 +48,10 @@ from sluice.benchmarks.traces import Trace, read_trace
 from sluice.cache.manager import CacheManager
 from sluice.cache.spec import TableSpec, unit_tokens
 from sluice.engine.batch import Chunk
-from sluice.engine.config import RoleConfig
-from sluice.engine.protocol import GenerateRequest, NodeInfo, Role, SamplingParams
 from sluice.engine.runner import RESUME_SHARE
 from sluice.prefill_node.scheduler import Job
+from sluice.protocol.config import RoleConfig
+from sluice.protocol.messages import GenerateRequest, NodeInfo, Role, SamplingParams
 from sluice.router.cached import CachedPrefixes
 from sluice.router.ledger import Ledger
 from sluice.router.nodes import HEARTBEAT_S

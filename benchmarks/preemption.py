@@ -25,10 +25,10 @@ from tqdm import tqdm
 
 from sluice.benchmarks.provenance import RESULTS, print_provenance, provenance, write_csv
 from sluice.deploy.in_process import InProcess
-from sluice.engine.config import RoleConfig, SluiceConfig, parse_config
-from sluice.engine.protocol import GenerateRequest, Role, SamplingParams
 from sluice.engine.runner import Runner
 from sluice.model.registry import Model, load_model
+from sluice.protocol.config import RoleConfig, SluiceConfig, parse_config
+from sluice.protocol.messages import GenerateRequest, Role, SamplingParams
 from sluice.router.service import RouterService
 
 MODEL = Path(__file__).parents[1] / "deploy" / "models" / "tiny-v4"

@@ -21,13 +21,13 @@ from sluice.cache.prefix_tree import Hit
 from sluice.cache.spec import PoolSpec, TableSpec, tables_of
 from sluice.engine.batch import Chunk
 from sluice.engine.graphs import DecodeSteps
-from sluice.engine.protocol import PageGrant, PrefillResult, SamplingParams
 from sluice.engine.request import Request
 from sluice.engine.runner import Runner
 from sluice.model.inputs import ForwardInputs
 from sluice.model.registry import Model
 from sluice.model.step import Pools
 from sluice.prefill_node.scheduler import Job, PrefillScheduler
+from sluice.protocol.messages import PageGrant, PrefillResult, SamplingParams
 
 STEP_TOKENS = 2048
 MAX_REQUESTS = 16

@@ -38,7 +38,8 @@ from rich.table import Table
 from sluice.benchmarks.provenance import RESULTS, print_provenance, provenance, write_csv
 from sluice.cache.spec import tables_of
 from sluice.engine.metrics import NodeMetrics
-from sluice.engine.protocol import (
+from sluice.model.presets import preset_pools
+from sluice.protocol.messages import (
     FinishReason,
     GenerateRequest,
     NodeInfo,
@@ -49,7 +50,6 @@ from sluice.engine.protocol import (
     SamplingParams,
     TokenChunk,
 )
-from sluice.model.presets import preset_pools
 from sluice.router.background import Background
 from sluice.router.dispatch import Dispatcher
 from sluice.router.policy import Policy

@@ -35,10 +35,10 @@ from sluice.cache.spec import tables_of
 from sluice.decode_node.node import DecodeNode
 from sluice.deploy.collector import spare_streams
 from sluice.engine.batch import build_inputs
-from sluice.engine.config import parse_config
-from sluice.engine.protocol import GenerateRequest, SamplingParams
 from sluice.engine.request import Request
 from sluice.model.presets import preset_pools
+from sluice.protocol.config import parse_config
+from sluice.protocol.messages import GenerateRequest, SamplingParams
 from sluice.transfer.local_transport import LocalTransport
 from sluice.transfer.receiver import Arrival
 

@@ -44,11 +44,11 @@ from sluice.benchmarks.replay import (
 from sluice.benchmarks.traces import Trace, read_trace
 from sluice.benchmarks.whole_prefix_lru import WholePrefixLru, replay_whole_prefixes
 from sluice.cache.manager import CacheManager
-from sluice.engine.config import RoleConfig
 from sluice.engine.runner import RESUME_SHARE
 from sluice.model.pools import replay_tokens
 from sluice.model.presets import V4_FLASH, preset_pools
 from sluice.prefill_node.scheduler import PrefillScheduler
+from sluice.protocol.config import RoleConfig
 
 SPECS = preset_pools("v4-flash")
 FULL_BYTES_PER_TOKEN = sum(s.page_bytes / s.tokens_per_page for s in SPECS if s.table.keeps_all)

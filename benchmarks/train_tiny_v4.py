@@ -30,9 +30,9 @@ from sluice.benchmarks.training_loop import STAGES, Budget, Progress, Stage, tra
 from sluice.benchmarks.training_measures import DISTANCES, Measures, measure
 from sluice.benchmarks.training_model import save_checkpoint, starting_model
 from sluice.benchmarks.training_texts import Texts, packaged_texts, shipped_texts
-from sluice.engine.protocol import ConfigError
 from sluice.model.config import DeepseekV4Config, read_config
 from sluice.model.tokenizer import write_tokenizer
+from sluice.protocol.messages import ConfigError
 
 SHIPPED = Path(__file__).parents[1] / "deploy" / "models" / "tiny-v4"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")

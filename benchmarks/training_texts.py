@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sluice.deploy.prose import paragraphs
-from sluice.engine.protocol import ConfigError
+from sluice.protocol.messages import ConfigError
 
 PACKAGES = ("r-cran-janeaustenr", "sword-text-web", "dict-devil", "dict-jargon")
 

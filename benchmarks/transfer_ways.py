@@ -17,8 +17,8 @@ from nixl._api import nixl_agent, nixl_agent_config
 
 from sluice.cache.pools import Pool, allocate_pools
 from sluice.cache.spec import PoolSpec, TableSpec, tables_of
-from sluice.engine.protocol import NodeInfo, PageGrant, PageRun, Role
 from sluice.model.presets import preset_pools
+from sluice.protocol.messages import NodeInfo, PageGrant, PageRun, Role
 from sluice.transfer.nixl_transport import NixlTransport
 from sluice.transfer.plan import Copy
 from sluice.transfer.receiver import Receiver

@@ -36,8 +36,6 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from sluice.benchmarks.floors import Floor, Rates, measure_rates, work_of
 from sluice.benchmarks.provenance import RESULTS, print_provenance, provenance, write_csv
 from sluice.engine.batch import Chunk
-from sluice.engine.config import RoleConfig
-from sluice.engine.protocol import SamplingParams
 from sluice.engine.request import Request
 from sluice.engine.runner import Runner
 from sluice.kernels.cpu import compiled
@@ -48,6 +46,8 @@ from sluice.model.gguf_file import find_gguf
 from sluice.model.gguf_import import import_gguf
 from sluice.model.make_checkpoint import TINY, make_checkpoint
 from sluice.model.registry import load_model
+from sluice.protocol.config import RoleConfig
+from sluice.protocol.messages import SamplingParams
 
 NAMES = ("mid", "tiny", "long", "smollm2")
 NUM_THREADS = 2

@@ -5,9 +5,9 @@ from __future__ import annotations
 from sluice.cache.manager import CacheManager, NoRoom
 from sluice.cache.prefix_tree import Hit
 from sluice.cache.spec import TableSpec
-from sluice.engine.protocol import GenerateRequest, PageRun, Refused
 from sluice.engine.request import Request
 from sluice.engine.runner import Runner
+from sluice.protocol.messages import GenerateRequest, PageRun, Refused
 
 
 def admit(runner: Runner, state: Request, request: GenerateRequest, node_id: str) -> Hit:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from sluice.decode_node.node import DecodeNode
-from sluice.engine.protocol import GenerateRequest, NodeInfo, NodeStatus, PageGrant, TokenChunk
+from sluice.protocol.messages import GenerateRequest, NodeInfo, NodeStatus, PageGrant, TokenChunk
 
 
 class AsyncDecode:

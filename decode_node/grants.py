@@ -23,9 +23,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from sluice.engine.batch import Chunk
-from sluice.engine.protocol import PageGrant
 from sluice.engine.request import Request
-from sluice.engine.tracing import NO_SPAN, Span, begin_span
+from sluice.protocol.messages import PageGrant
+from sluice.protocol.tracing import NO_SPAN, Span, begin_span
 
 log = logging.getLogger(__name__)
 

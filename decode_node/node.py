@@ -36,12 +36,15 @@ from sluice.decode_node.outbox import Outbox, Sink
 from sluice.decode_node.planner import StepPlanner, Work
 from sluice.engine.attempts import Attempts
 from sluice.engine.choice import Choice, choose
-from sluice.engine.config import SluiceConfig
-from sluice.engine.grammar import Matcher
 from sluice.engine.intake import Intake
 from sluice.engine.loop import LoopThread
 from sluice.engine.metrics import NodeMetrics
-from sluice.engine.protocol import (
+from sluice.engine.request import Request
+from sluice.engine.routers import Routers
+from sluice.engine.runner import Runner
+from sluice.protocol.config import SluiceConfig
+from sluice.protocol.grammar import Matcher
+from sluice.protocol.messages import (
     GenerateRequest,
     NodeError,
     NodeInfo,
@@ -51,9 +54,6 @@ from sluice.engine.protocol import (
     SluiceError,
     TokenChunk,
 )
-from sluice.engine.request import Request
-from sluice.engine.routers import Routers
-from sluice.engine.runner import Runner
 from sluice.transfer.receiver import Arrival, Receiver
 from sluice.transfer.transport import Transport, make_transport
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import NamedTuple
 
-from sluice.engine.protocol import TokenChunk
+from sluice.protocol.messages import TokenChunk
 
 Sink = Callable[[list[TokenChunk] | None], None]  # None: nothing more comes to it
 

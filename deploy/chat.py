@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from sluice.deploy.http_client import RouterClient
-from sluice.engine.protocol import InvalidRequest
+from sluice.protocol.messages import InvalidRequest
 
 Message = dict[str, Any]
 

@@ -23,9 +23,9 @@ from sluice.deploy.display import UpDisplay, announce, status_table
 from sluice.deploy.http_client import RouterClient
 from sluice.deploy.prose import paragraphs
 from sluice.deploy.reporting import reporting, stderr, stdout
-from sluice.engine.config import SluiceConfig, load_config, with_prefix_secret
-from sluice.engine.protocol import ConfigError, NodeError, Role
-from sluice.engine.reading import read_text, reading
+from sluice.protocol.config import SluiceConfig, load_config, with_prefix_secret
+from sluice.protocol.messages import ConfigError, NodeError, Role
+from sluice.protocol.reading import read_text, reading
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -12,7 +12,7 @@ import ray
 
 from sluice.deploy.ray_errors import call, mapped
 from sluice.deploy.waiting import within
-from sluice.engine.protocol import (
+from sluice.protocol.messages import (
     ClusterState,
     GenerateRequest,
     NodeInfo,

@@ -25,9 +25,9 @@ from sluice.deploy.compare_report import print_report, write_report
 from sluice.deploy.compare_result import Comparison, pair_up
 from sluice.deploy.http_client import RouterClient
 from sluice.deploy.reporting import stderr, stdout
-from sluice.engine.config import SluiceConfig, load_config
-from sluice.engine.protocol import ConfigError
 from sluice.model.registry import describe
+from sluice.protocol.config import SluiceConfig, load_config
+from sluice.protocol.messages import ConfigError
 from sluice.router.checkpoint import read_checkpoint
 
 STOP_TIMEOUT_S = 60.0

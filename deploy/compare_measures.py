@@ -15,10 +15,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from sluice.cache.spec import PoolSpec
 from sluice.deploy.compare_prompts import Prompt
 from sluice.deploy.http_client import RouterClient
-from sluice.engine.config import SluiceConfig
-from sluice.engine.protocol import SluiceError
 from sluice.engine.runner import role_specs
 from sluice.model.registry import declare_pools
+from sluice.protocol.config import SluiceConfig
+from sluice.protocol.messages import SluiceError
 
 FIRST_TOKEN = "sluice:time_to_first_token_seconds"
 PER_TOKEN = "sluice:time_per_output_token_seconds"

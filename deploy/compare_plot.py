@@ -11,7 +11,7 @@ import numpy as np
 
 from sluice.deploy.compare_measures import Measure
 from sluice.deploy.compare_result import Comparison
-from sluice.engine.protocol import ConfigError
+from sluice.protocol.messages import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,7 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from sluice.deploy.prose import paragraphs
-from sluice.engine.protocol import ConfigError
+from sluice.protocol.messages import ConfigError
 
 PASSAGE_TOKENS = (64, 128, 256, 512, 1024, 2048, 4000)
 PASSAGES_EACH = 3

@@ -32,8 +32,8 @@ from sluice.deploy.race import first_of
 from sluice.deploy.router_keeper import RouterKeeper, ServingNodes
 from sluice.deploy.unplaced import explain
 from sluice.deploy.waiting import News, forever, until
-from sluice.engine.config import SluiceConfig
-from sluice.engine.protocol import (
+from sluice.protocol.config import SluiceConfig
+from sluice.protocol.messages import (
     ClusterState,
     ConfigError,
     DecodeClient,

@@ -9,8 +9,8 @@ from sluice.deploy.controller import Controller
 from sluice.deploy.logs import log_to_stderr
 from sluice.deploy.ray_launcher import RayLauncher
 from sluice.deploy.termination import Leaving
-from sluice.engine.config import SluiceConfig
-from sluice.engine.protocol import ClusterState, Role, RouterStatus
+from sluice.protocol.config import SluiceConfig
+from sluice.protocol.messages import ClusterState, Role, RouterStatus
 
 CONTROLLER = "controller"  # the actor's name in the deployment's namespace
 

@@ -24,8 +24,8 @@ from sluice.deploy.demo_traffic import traffic_table
 from sluice.deploy.http_client import RouterClient
 from sluice.deploy.recall import RecallTask, recall_task
 from sluice.deploy.reporting import EXIT_FAILED, reporting, stderr, stdout
-from sluice.engine.config import load_config
-from sluice.engine.protocol import ConfigError
+from sluice.protocol.config import load_config
+from sluice.protocol.messages import ConfigError
 
 CONFIGS = Path(__file__).parent / "configs"
 RECALL_CONFIG, TALK_CONFIG = CONFIGS / "local.yaml", CONFIGS / "smollm2.yaml"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from sluice.deploy import state
 from sluice.deploy.reporting import EXIT_CONFIG
-from sluice.engine.protocol import ConfigError, NodeError
+from sluice.protocol.messages import ConfigError, NodeError
 
 POLL_S = 0.1
 AT_ONCE_LIMIT_S = 45.0  # for a supervisor that was told to end everything at once

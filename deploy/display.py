@@ -10,7 +10,7 @@ from rich.status import Status
 from rich.table import Table
 
 from sluice.deploy.state import Deployment
-from sluice.engine.protocol import ClusterState, NodeEntry, NodeState
+from sluice.protocol.messages import ClusterState, NodeEntry, NodeState
 
 COLOURS = {"starting": "yellow", "ready": "green", "draining": "cyan", "dead": "red"}
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from sluice.engine.protocol import InvalidRequest, SluiceError, Unavailable
+from sluice.protocol.messages import InvalidRequest, SluiceError, Unavailable
 
 CONNECT_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 60.0  # for everything but generation, which takes as long as it takes

@@ -12,12 +12,12 @@ from collections.abc import Callable
 
 from sluice.decode_node.client import AsyncDecode
 from sluice.decode_node.node import DecodeNode
-from sluice.engine.config import SluiceConfig
-from sluice.engine.protocol import ClusterState, InvalidRequest, Role, RouterStatus
 from sluice.engine.runner import Runner
 from sluice.model.registry import Model, load_model
 from sluice.prefill_node.client import AsyncPrefill
 from sluice.prefill_node.node import PrefillNode
+from sluice.protocol.config import SluiceConfig
+from sluice.protocol.messages import ClusterState, InvalidRequest, Role, RouterStatus
 from sluice.router.service import RouterService
 from sluice.transfer.local_transport import LocalTransport
 

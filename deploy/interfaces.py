@@ -17,8 +17,8 @@ from pathlib import Path
 import psutil
 
 from sluice.deploy.ray_environment import LOOPBACK
-from sluice.engine.config import SluiceConfig, TransferConfig
-from sluice.engine.protocol import ConfigError
+from sluice.protocol.config import SluiceConfig, TransferConfig
+from sluice.protocol.messages import ConfigError
 
 log = logging.getLogger(__name__)
 

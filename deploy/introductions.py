@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 
 from sluice.deploy.node_record import NodeRecord
 from sluice.deploy.waiting import News, until, within
-from sluice.engine.protocol import IncompatiblePeers, NodeError, Role, SluiceError
+from sluice.protocol.messages import IncompatiblePeers, NodeError, Role, SluiceError
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from sluice.engine.protocol import (
+from sluice.protocol.messages import (
     DecodeClient,
     NodeInfo,
     PrefillClient,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from sluice.deploy import state
 from sluice.deploy.http_client import RouterClient
-from sluice.engine.config import RouterConfig, load_config
-from sluice.engine.protocol import ConfigError, Unavailable
+from sluice.protocol.config import RouterConfig, load_config
+from sluice.protocol.messages import ConfigError, Unavailable
 from sluice.router.auth import read_api_keys
 
 

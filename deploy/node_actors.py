@@ -29,9 +29,9 @@ from sluice.deploy.collector import spare_streams
 from sluice.deploy.interfaces import bound
 from sluice.deploy.logs import log_to_stderr
 from sluice.deploy.termination import Leaving
-from sluice.engine import tracing
-from sluice.engine.config import SluiceConfig
-from sluice.engine.protocol import (
+from sluice.protocol import tracing
+from sluice.protocol.config import SluiceConfig
+from sluice.protocol.messages import (
     GenerateRequest,
     NodeError,
     NodeInfo,

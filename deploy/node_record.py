@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from sluice.deploy.launcher import NodeHandle
 from sluice.deploy.race import first_of
 from sluice.deploy.waiting import within
-from sluice.engine.protocol import NodeEntry, NodeInfo, NodeLost, NodeState, Role, SluiceError
+from sluice.protocol.messages import NodeEntry, NodeInfo, NodeLost, NodeState, Role, SluiceError
 
 START_LIMIT_S = 3600.0  # the largest models take many minutes; a frozen process is noticed earlier
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sluice.engine.config import RoleConfig, SluiceConfig
-from sluice.engine.protocol import ConfigError, Role
+from sluice.protocol.config import RoleConfig, SluiceConfig
+from sluice.protocol.messages import ConfigError, Role
 
 ROUTER = "router"
 MAX_CALLS = 8192  # calls that run at once in one actor: far above any queue limit

@@ -16,10 +16,10 @@ import psutil
 from sluice.cache.spec import PoolSpec
 from sluice.deploy.interfaces import check_interface
 from sluice.deploy.ray_address import check_address
-from sluice.engine import tracing
-from sluice.engine.config import ModelConfig, RoleConfig, RouterConfig, SluiceConfig
-from sluice.engine.protocol import ConfigError
-from sluice.engine.reading import reading
+from sluice.protocol import tracing
+from sluice.protocol.config import ModelConfig, RoleConfig, RouterConfig, SluiceConfig
+from sluice.protocol.messages import ConfigError
+from sluice.protocol.reading import reading
 from sluice.router.auth import read_api_keys
 from sluice.router.checkpoint import read_checkpoint
 

@@ -6,7 +6,7 @@ import os
 import re
 import socket
 
-from sluice.engine.protocol import ConfigError
+from sluice.protocol.messages import ConfigError
 
 ANSWER_S = 5.0
 ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%\w]+\]|[^\s:/\[\]]+):(?P<port>\d{1,5})")

@@ -24,8 +24,8 @@ from ray.exceptions import RayError
 from sluice.deploy import state
 from sluice.deploy.placement import check_gpus, embedded_cpus, unplaced_roles
 from sluice.deploy.ray_environment import LOOPBACK, TOKEN_HELP
-from sluice.engine.config import SluiceConfig
-from sluice.engine.protocol import ConfigError
+from sluice.protocol.config import SluiceConfig
+from sluice.protocol.messages import ConfigError
 
 OBJECT_STORE_BYTES = 100 << 20  # messages are small; pages never pass through Ray's store
 RAYS_FOLDER = "r"  # in one of ours that nobody else may enter: Ray opens its own to everybody

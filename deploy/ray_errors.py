@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from ray.exceptions import RayActorError, RayError, RayTaskError, TaskCancelledError
 
-from sluice.engine.protocol import NodeError, NodeLost, SluiceError
+from sluice.protocol.messages import NodeError, NodeLost, SluiceError
 
 T = TypeVar("T")
 

@@ -20,8 +20,8 @@ from sluice.deploy.ray_errors import call, mapped
 from sluice.deploy.ray_pending import why_unplaced
 from sluice.deploy.router_actor import RouterActor
 from sluice.deploy.waiting import within
-from sluice.engine.config import RoleConfig, SluiceConfig
-from sluice.engine.protocol import (
+from sluice.protocol.config import RoleConfig, SluiceConfig
+from sluice.protocol.messages import (
     DecodeClient,
     NodeInfo,
     NodeLost,

@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from sluice.engine.protocol import ConfigError, SluiceError
+from sluice.protocol.messages import ConfigError, SluiceError
 
 P = ParamSpec("P")
 

@@ -11,9 +11,9 @@ import ray
 from sluice.deploy.collector import spare_streams
 from sluice.deploy.logs import log_to_stderr
 from sluice.deploy.termination import Leaving
-from sluice.engine import tracing
-from sluice.engine.config import SluiceConfig
-from sluice.engine.protocol import Cluster, DecodeClient, PrefillClient, RouterStatus
+from sluice.protocol import tracing
+from sluice.protocol.config import SluiceConfig
+from sluice.protocol.messages import Cluster, DecodeClient, PrefillClient, RouterStatus
 from sluice.router.server import RunningServer, serve
 from sluice.router.service import STOP_LIMIT_S, RouterService
 

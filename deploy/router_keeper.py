@@ -14,7 +14,7 @@ from sluice.deploy.launcher import Launcher
 from sluice.deploy.race import first_of
 from sluice.deploy.unplaced import explain
 from sluice.deploy.waiting import News, until, within
-from sluice.engine.protocol import DecodeClient, PrefillClient, RouterStatus, SluiceError
+from sluice.protocol.messages import DecodeClient, PrefillClient, RouterStatus, SluiceError
 
 log = logging.getLogger(__name__)
 

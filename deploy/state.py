@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
-from sluice.engine.protocol import ConfigError
+from sluice.protocol.messages import ConfigError
 
 LOCK_TRIES = 5
 LOCK_RETRY_S = 0.02

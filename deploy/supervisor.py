@@ -22,8 +22,8 @@ from typing import Any, Protocol
 from sluice.deploy import ray_environment, state
 from sluice.deploy.race import first_of
 from sluice.deploy.waiting import within
-from sluice.engine.config import SluiceConfig
-from sluice.engine.protocol import ClusterState, ConfigError, NodeLost, NodeState, SluiceError
+from sluice.protocol.config import SluiceConfig
+from sluice.protocol.messages import ClusterState, ConfigError, NodeLost, NodeState, SluiceError
 
 REFRESH_S = 0.2
 PATIENCE_S = 60.0  # with a silent controller: the nodes and routers serve without it

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from sluice.deploy.launcher import ProcessHandle
 from sluice.deploy.waiting import within
-from sluice.engine.protocol import SluiceError
+from sluice.protocol.messages import SluiceError
 
 log = logging.getLogger(__name__)
 

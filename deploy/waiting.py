@@ -8,7 +8,7 @@ import math
 from collections.abc import Awaitable
 from typing import NoReturn, TypeVar
 
-from sluice.engine.protocol import NodeLost
+from sluice.protocol.messages import NodeLost
 
 T = TypeVar("T")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sluice.engine.protocol import GenerateRequest, NodeError
+from sluice.protocol.messages import GenerateRequest, NodeError
 
 # An ended attempt is remembered so many leases: its request counts for one, by the sender's clock.
 REMEMBERED_LEASES = 2

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from sluice.engine.limits import BOUNDS, MAX_BIAS, MAX_BIASES, MAX_TOP_LOGPROBS
-from sluice.engine.protocol import GenerateRequest, InvalidRequest, SamplingParams
+from sluice.protocol.limits import BOUNDS, MAX_BIAS, MAX_BIASES, MAX_TOP_LOGPROBS
+from sluice.protocol.messages import GenerateRequest, InvalidRequest, SamplingParams
 
 
 def checked_tokens(request: GenerateRequest, *, vocab_size: int, max_model_len: int) -> array[int]:

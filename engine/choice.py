@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from sluice.engine.penalties import has_penalties, penalise
-from sluice.engine.protocol import ChoiceFailed, InvalidRequest, Logprobs, SluiceError
 from sluice.engine.request import Request
 from sluice.engine.sampler import sample
+from sluice.protocol.messages import ChoiceFailed, InvalidRequest, Logprobs, SluiceError
 
 log = logging.getLogger(__name__)
 

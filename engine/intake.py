@@ -15,9 +15,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from sluice.engine.loop import LoopThread, promise
-from sluice.engine.protocol import GenerateRequest, NodeLost
 from sluice.engine.request import Request
 from sluice.engine.runner import Runner
+from sluice.protocol.messages import GenerateRequest, NodeLost
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-from sluice.engine.protocol import NodeLost
+from sluice.protocol.messages import NodeLost
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

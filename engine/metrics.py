@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from sluice.cache.spec import PoolSpec
-from sluice.engine.protocol import MetricFamily
+from sluice.protocol.messages import MetricFamily
 
 STEP_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from sluice.engine.protocol import SamplingParams
 from sluice.engine.request import Request
+from sluice.protocol.messages import SamplingParams
 
 
 class TokenCounts:

@@ -7,13 +7,13 @@ from collections.abc import MutableSequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from sluice.engine.protocol import FinishReason, GenerateRequest, SamplingParams
+from sluice.protocol.messages import FinishReason, GenerateRequest, SamplingParams
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sluice.engine.grammar import Matcher
     from sluice.engine.penalties import TokenCounts
+    from sluice.protocol.grammar import Matcher
 
 
 @dataclass(slots=True)

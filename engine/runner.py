@@ -15,10 +15,13 @@ from sluice.cache.pools import allocate_pools
 from sluice.cache.spec import PoolSpec
 from sluice.engine.batch import Chunk, build_inputs
 from sluice.engine.checks import checked_tokens
-from sluice.engine.config import RoleConfig, SluiceConfig
-from sluice.engine.grammar import Grammars, Matcher
 from sluice.engine.graphs import DecodeSteps
-from sluice.engine.protocol import (
+from sluice.engine.request import Request
+from sluice.kernels import cpu
+from sluice.model.registry import Model, load_model
+from sluice.protocol.config import RoleConfig, SluiceConfig
+from sluice.protocol.grammar import Grammars, Matcher
+from sluice.protocol.messages import (
     ConfigError,
     GenerateRequest,
     InvalidRequest,
@@ -26,9 +29,6 @@ from sluice.engine.protocol import (
     Role,
     SamplingParams,
 )
-from sluice.engine.request import Request
-from sluice.kernels import cpu
-from sluice.model.registry import Model, load_model
 
 # Of a prefill node's cache memory that running requests do not need: see benchmarks/trace_replay.py
 RESUME_SHARE = 0.15

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from sluice.engine.draws import uniform
-from sluice.engine.limits import GREEDY_BELOW
-from sluice.engine.protocol import SamplingParams
 from sluice.kernels.sampling import draw_tokens
+from sluice.protocol.limits import GREEDY_BELOW
+from sluice.protocol.messages import SamplingParams
 
 
 def sample(

@@ -19,10 +19,10 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from sluice.engine.protocol import ConfigError
 from sluice.kernels.matmul import Weight
 from sluice.model.quantised import join_scales
 from sluice.model.weight_files import weight_files
+from sluice.protocol.messages import ConfigError
 
 # Applied in this order to a name without its `model.` prefix.
 _RENAMES = [

@@ -13,10 +13,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from sluice.engine.protocol import ConfigError
-from sluice.engine.reading import read_json as read_object
-from sluice.engine.reading import shown
 from sluice.model.fields import MAX_LAYERS, Fields
+from sluice.protocol.messages import ConfigError
+from sluice.protocol.reading import read_json as read_object
+from sluice.protocol.reading import shown
 
 Kind = TypeVar("Kind", bound=StrEnum)
 

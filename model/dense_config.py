@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sluice.engine.protocol import ConfigError
-from sluice.engine.reading import shown
 from sluice.model.dense_rope_config import RopeConfig, parse_rope
 from sluice.model.fields import MAX_LAYERS, Fields
+from sluice.protocol.messages import ConfigError
+from sluice.protocol.reading import shown
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
-from sluice.engine.reading import shown
 from sluice.model.fields import Fields
+from sluice.protocol.reading import shown
 
 
 class RopeType(StrEnum):

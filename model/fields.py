@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sluice.engine.protocol import ConfigError
-from sluice.engine.reading import shown
+from sluice.protocol.messages import ConfigError
+from sluice.protocol.reading import shown
 
 MAX_INTEGER = 2**31 - 1  # of what is counted or measured in a model; sizes are products of some
 MAX_LAYERS = 1024

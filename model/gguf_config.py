@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from sluice.engine.protocol import ConfigError
 from sluice.model.gguf_file import GgufFile
+from sluice.protocol.messages import ConfigError
 
 ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", "llama"),

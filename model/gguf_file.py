@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from gguf import GGUFReader, dequantize
 
-from sluice.engine.protocol import ConfigError
+from sluice.protocol.messages import ConfigError
 
 
 class GgufFile:

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from sluice.engine.protocol import ConfigError
 from sluice.model.gguf_config import config_of, generation_config_of
 from sluice.model.gguf_file import GgufFile
 from sluice.model.gguf_tokenizer import tokenizer_config_of, tokenizer_of
+from sluice.protocol.messages import ConfigError
 
 SHARD_BYTES = 2 << 30  # of a weights file, and about what the import holds in memory
 

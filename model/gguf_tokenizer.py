@@ -6,8 +6,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from sluice.engine.protocol import ConfigError
 from sluice.model.gguf_file import GgufFile
+from sluice.protocol.messages import ConfigError
 
 CONTROL, USER_DEFINED = 3, 4  # token types that are matched whole in the text
 

@@ -7,9 +7,9 @@ from typing import Literal
 
 from sluice.cache.row_format import RowFormat
 from sluice.cache.spec import PoolSpec
-from sluice.engine.protocol import ConfigError
 from sluice.model.config import DeepseekV4Config, LayerType, MlpType, YarnConfig
 from sluice.model.pools import declare
+from sluice.protocol.messages import ConfigError
 
 _SLIDING, _CSA, _HCA = LayerType.SLIDING, LayerType.CSA, LayerType.HCA
 

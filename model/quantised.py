@@ -11,8 +11,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from sluice.engine.protocol import ConfigError
 from sluice.kernels.matmul import BLOCK, FP4, FP8, RUN, BlockScaled, Weight
+from sluice.protocol.messages import ConfigError
 
 _KINDS = {torch.float8_e4m3fn: FP8, torch.int8: FP4, torch.uint8: FP4}
 _SCALE_DTYPES = (torch.float8_e8m0fnu, torch.uint8)

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from sluice.cache.spec import PoolSpec
-from sluice.engine.protocol import ConfigError
-from sluice.engine.reading import shown
 from sluice.model.config import DeepseekV4Config, parse_config, read_json
 from sluice.model.dense_config import DENSE_ARCHITECTURES, DenseConfig, parse_dense_config
 from sluice.model.dense_pools import declare_dense
 from sluice.model.fields import Fields
 from sluice.model.pools import declare, declare_native
+from sluice.protocol.messages import ConfigError
+from sluice.protocol.reading import shown
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype

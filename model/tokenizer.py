@@ -8,8 +8,8 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from sluice.engine.protocol import ConfigError
 from sluice.model.config import DeepseekV4Config
+from sluice.protocol.messages import ConfigError
 
 SPECIAL_TOKENS = (
     "<｜begin▁of▁sentence｜>",

@@ -11,9 +11,9 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from sluice.engine.protocol import ConfigError
-from sluice.engine.reading import reading, shown
 from sluice.model.config import read_json
+from sluice.protocol.messages import ConfigError
+from sluice.protocol.reading import reading, shown
 
 _HASHED_BYTES = 1 << 20  # at either end of a weights file, for the fingerprint
 _MAX_LISTED = 5  # names in an error message

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from sluice.engine.protocol import ConfigError
 from sluice.kernels.matmul import BLOCK, FP8, BlockScaled, Weight
 from sluice.model.config import DeepseekV4Config, LayerType, MlpType
+from sluice.protocol.messages import ConfigError
 
 
 @dataclass(frozen=True)

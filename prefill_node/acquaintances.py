@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from sluice.engine.protocol import NodeError, NodeInfo, SluiceError
+from sluice.protocol.messages import NodeError, NodeInfo, SluiceError
 from sluice.transfer.sender import Sender
 
 log = logging.getLogger(__name__)

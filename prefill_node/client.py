@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from sluice.engine.protocol import (
+from sluice.prefill_node.node import PrefillNode
+from sluice.protocol.messages import (
     GenerateRequest,
     NodeInfo,
     NodeStatus,
@@ -13,7 +14,6 @@ from sluice.engine.protocol import (
     PrefillResult,
     SluiceError,
 )
-from sluice.prefill_node.node import PrefillNode
 
 
 class AsyncPrefill:

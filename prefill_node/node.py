@@ -27,11 +27,17 @@ from sluice.cache.clock import lease_clock
 from sluice.engine.attempts import Attempts
 from sluice.engine.batch import Chunk
 from sluice.engine.choice import choose, score
-from sluice.engine.config import SluiceConfig
 from sluice.engine.intake import Intake
 from sluice.engine.loop import LoopThread, pass_failure, promise
 from sluice.engine.metrics import NodeMetrics
-from sluice.engine.protocol import (
+from sluice.engine.request import Request
+from sluice.engine.routers import Routers
+from sluice.engine.runner import Runner
+from sluice.model.pool_rows import convert_rows
+from sluice.prefill_node.acquaintances import Acquaintances
+from sluice.prefill_node.scheduler import Job, PrefillScheduler
+from sluice.protocol.config import SluiceConfig
+from sluice.protocol.messages import (
     ChoiceFailed,
     GenerateRequest,
     NodeError,
@@ -44,12 +50,6 @@ from sluice.engine.protocol import (
     SluiceError,
     TransferFailed,
 )
-from sluice.engine.request import Request
-from sluice.engine.routers import Routers
-from sluice.engine.runner import Runner
-from sluice.model.pool_rows import convert_rows
-from sluice.prefill_node.acquaintances import Acquaintances
-from sluice.prefill_node.scheduler import Job, PrefillScheduler
 from sluice.transfer.plan import PoolTraffic
 from sluice.transfer.sender import Sender
 from sluice.transfer.transport import Transport, make_transport

@@ -12,10 +12,10 @@ from sluice.cache.keys import PrefixKeys
 from sluice.cache.manager import NoRoom
 from sluice.cache.prefix_tree import Hit
 from sluice.engine.batch import Chunk
-from sluice.engine.protocol import Logprobs, NodeError, PageGrant, PrefillResult, SluiceError
 from sluice.engine.request import Request
 from sluice.engine.runner import Runner
-from sluice.engine.tracing import NO_SPAN, Span, begin_span
+from sluice.protocol.messages import Logprobs, NodeError, PageGrant, PrefillResult, SluiceError
+from sluice.protocol.tracing import NO_SPAN, Span, begin_span
 from sluice.transfer.outgoing import Transfer
 
 log = logging.getLogger(__name__)

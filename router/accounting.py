@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Iterator
 
-from sluice.engine.protocol import SluiceError
+from sluice.protocol.messages import SluiceError
 from sluice.router.events import log_event
 from sluice.router.metrics import RouterMetrics
 from sluice.router.text import Delta

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from sluice.engine.protocol import NodeEntry, NodeState, Role, Unavailable
+from sluice.protocol.messages import NodeEntry, NodeState, Role, Unavailable
 from sluice.router.auth import check_any_key
 from sluice.router.body import MAX_SMALL_BODY_BYTES
 from sluice.router.errors import response_of

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from sluice.engine.protocol import GenerateRequest, InvalidRequest, SamplingParams
+from sluice.protocol.messages import GenerateRequest, InvalidRequest, SamplingParams
 from sluice.router.conversation import NO_LANDMARKS, Landmarks
 from sluice.router.errors import too_long
 from sluice.router.schemas import ChatRequest, CompletionRequest, GenerationSchema

@@ -13,7 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from sluice.engine.protocol import SluiceError
+from sluice.protocol.messages import SluiceError
 from sluice.router.admin import admin_routes
 from sluice.router.canary_border import CanaryBorder
 from sluice.router.completions import completion_routes

@@ -12,8 +12,8 @@ import hmac
 from dataclasses import dataclass
 from pathlib import Path
 
-from sluice.engine.protocol import ConfigError
-from sluice.engine.reading import read_text
+from sluice.protocol.messages import ConfigError
+from sluice.protocol.reading import read_text
 from sluice.router.errors import Forbidden, Unauthorized
 
 # Probes have no key, scrapers none unless router.metrics_key says so; the page at / asks for one.

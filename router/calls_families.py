@@ -16,8 +16,8 @@ from typing import Any
 
 from llguidance import LLMatcher
 
-from sluice.engine.limits import check_size
-from sluice.engine.protocol import InvalidRequest
+from sluice.protocol.limits import check_size
+from sluice.protocol.messages import InvalidRequest
 from sluice.router.lark import FREE_LAYOUT, in_regex, json_of, literal, without
 from sluice.router.parameters import Budget, Parameters
 from sluice.router.tool_formats import END_THINK, THINK, ToolFormat

@@ -22,7 +22,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from typing import Any, Literal
 
-from sluice.engine.config import CanaryConfig
+from sluice.protocol.config import CanaryConfig
 from sluice.router.background import Background
 from sluice.router.canary_client import (
     CanaryClient,

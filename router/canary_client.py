@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx
 
-from sluice.engine.config import CanaryConfig
-from sluice.engine.protocol import ConfigError, SluiceError
+from sluice.protocol.config import CanaryConfig
+from sluice.protocol.messages import ConfigError, SluiceError
 from sluice.router.auth import read_api_keys
 from sluice.router.transcript import DONE, split_events
 

@@ -11,7 +11,7 @@ import reprlib
 from collections.abc import Sequence
 from dataclasses import replace
 
-from sluice.engine.protocol import InvalidRequest
+from sluice.protocol.messages import InvalidRequest
 from sluice.router.checkpoint import Checkpoint
 from sluice.router.conversation import ChatFormat, ChatOptions, Landmarks, Message, OutputParser
 from sluice.router.encoding_v4 import V4Format

@@ -9,9 +9,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from sluice.engine.config import ModelConfig
-from sluice.engine.protocol import ConfigError
-from sluice.engine.reading import MAX_JSON_BYTES, read_json, read_text, shown
+from sluice.protocol.config import ModelConfig
+from sluice.protocol.messages import ConfigError
+from sluice.protocol.reading import MAX_JSON_BYTES, read_json, read_text, shown
 from sluice.router.encoding_v4 import Release
 
 FILE = "checkpoint file"  # what errors call it

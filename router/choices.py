@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from sluice.engine.protocol import FinishReason, Logprobs
+from sluice.protocol.messages import FinishReason, Logprobs
 from sluice.router.conversation import CallPart, OutputParser, Part
 from sluice.router.text import Delta, Scored
 from sluice.router.token_text import TokenTexts

@@ -12,7 +12,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, replace
 
-from sluice.engine.protocol import (
+from sluice.protocol.messages import (
     FinishReason,
     GenerateRequest,
     Logprobs,

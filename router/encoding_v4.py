@@ -25,7 +25,7 @@ from typing import Any
 
 import jiter
 
-from sluice.engine.protocol import InvalidRequest
+from sluice.protocol.messages import InvalidRequest
 from sluice.router import v4_text as v4
 from sluice.router.calls_v4 import answer_grammar
 from sluice.router.conversation import ChatOptions, Landmarks, Message, OutputParser

@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
-from sluice.engine.protocol import InvalidRequest, QueueFull, SluiceError, Unavailable
+from sluice.protocol.messages import InvalidRequest, QueueFull, SluiceError, Unavailable
 
 RETRY_AFTER_S = 1
 MAX_MESSAGE_CHARACTERS = 2000

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, WithJsonSchema
 
-from sluice.engine.limits import MAX_BIAS, MAX_BIASES
+from sluice.protocol.limits import MAX_BIAS, MAX_BIASES
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024

@@ -14,13 +14,13 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sluice.engine.limits import check_size
-from sluice.engine.protocol import InvalidRequest, QueueFull, SamplingParams
+from sluice.protocol.limits import check_size
+from sluice.protocol.messages import InvalidRequest, QueueFull, SamplingParams
 from sluice.router.checkpoint import Checkpoint
 from sluice.router.offload import GivenUp, Offload, Overdue
 
 if TYPE_CHECKING:
-    from sluice.engine.grammar import Grammars
+    from sluice.protocol.grammar import Grammars
 
 LIMIT_S = 0.25  # of CPU time; an object of 700 properties takes 0.05, one of 5,000 0.3
 MAX_BYTES = 128 << 20
@@ -105,7 +105,7 @@ _grammars: Grammars  # the helper's, from `_load` on
 
 
 def _load(folder: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
-    from sluice.engine.grammar import Grammars  # the router itself needs neither it nor numpy
+    from sluice.protocol.grammar import Grammars  # the router itself needs neither it nor numpy
 
     global _grammars
     _grammars = Grammars(Path(folder), vocab_size=vocab_size, eos_token_ids=eos_token_ids)

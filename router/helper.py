@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sluice.engine.protocol import SluiceError
+from sluice.protocol.messages import SluiceError
 
 LENGTH = struct.Struct("<Q")  # before each message
 GARBAGE_THRESHOLDS = (100_000, 20, 20)  # a body of a million lists is no garbage

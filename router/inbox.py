@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from sluice.engine.protocol import NodeError, TokenChunk
+from sluice.protocol.messages import NodeError, TokenChunk
 
 
 class Inbox:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from sluice.engine.limits import WHITE_SPACE
+from sluice.protocol.limits import WHITE_SPACE
 
 # JSON as models are shown it. Left to itself, a weak model writes white space for ever.
 SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

@@ -13,7 +13,7 @@ import functools
 from collections.abc import Callable
 
 from sluice.cache.spec import TableSpec, tables_of
-from sluice.engine.protocol import NodeInfo
+from sluice.protocol.messages import NodeInfo
 
 
 class Ledger:

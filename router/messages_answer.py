@@ -12,7 +12,7 @@ from typing import Any
 
 import jiter
 
-from sluice.engine.protocol import FinishReason
+from sluice.protocol.messages import FinishReason
 from sluice.router.choices import ChatOutput
 from sluice.router.conversation import Part
 from sluice.router.errors import anthropic_error

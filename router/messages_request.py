@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from sluice.engine.protocol import InvalidRequest
+from sluice.protocol.messages import InvalidRequest
 from sluice.router.parsing import SHORT, check, check_part
 from sluice.router.reading import Body, Translated
 from sluice.router.schemas import List, Replayed, Schema

@@ -12,7 +12,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from sluice.engine.protocol import MetricFamily, RouterStatus
+from sluice.protocol.messages import MetricFamily, RouterStatus
 from sluice.router.nodes import RoutedNode
 from sluice.router.recent import Recent
 

@@ -25,7 +25,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, Generic, TypeVar
 
 from sluice.cache.spec import unit_tokens
-from sluice.engine.protocol import (
+from sluice.protocol.messages import (
     ChoiceFailed,
     DecodeClient,
     MetricFamily,

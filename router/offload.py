@@ -24,7 +24,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from sluice.engine.protocol import QueueFull, SluiceError, Unavailable
+from sluice.protocol.messages import QueueFull, SluiceError, Unavailable
 from sluice.router.events import log_event
 from sluice.router.helper import LENGTH, OUT_OF_MEMORY
 
@@ -96,8 +96,8 @@ class Offload:
 
         The function is found by its module's name; its value is plain data (numbers, text, bytes
         and lists, tuples, dicts of them). limit_s: of CPU time.
-        Raises the SluiceErrors of engine.protocol that it raises; GivenUp if it reached a limit or
-        ended its process; QueueFull if too many wait; RuntimeError for any other error in it.
+        Raises the SluiceErrors of protocol.messages that it raises; GivenUp if it reached a limit
+        or ended its process; QueueFull if too many wait; RuntimeError for any other error in it.
         Cancelled, a waiting job is dropped, and a running one ends unheard.
         """
         if self._closed:
@@ -268,7 +268,7 @@ class _Plain(pickle.Unpickler):
     """Plain data and our own errors: code in a helper that was led astray gets no further."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == "sluice.engine.protocol" and name.isidentifier():
+        if module == "sluice.protocol.messages" and name.isidentifier():
             found = super().find_class(module, name)
             if isinstance(found, type) and issubclass(found, SluiceError):
                 return found

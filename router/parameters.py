@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
-from sluice.engine.protocol import InvalidRequest
+from sluice.protocol.messages import InvalidRequest
 
 MAX_VISITS = 50_000  # of schemas within schemas, over all tools: 30 ms
 MAX_DEPTH = 32  # of references and combinations within one another

@@ -17,7 +17,7 @@ import jiter
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from sluice.engine.protocol import InvalidRequest
+from sluice.protocol.messages import InvalidRequest
 from sluice.router.schemas import (
     UNKNOWN_FIELD,
     ChatRequest,

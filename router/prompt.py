@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 from sluice.cache.keys import Key, chained_keys, root_key
-from sluice.engine.protocol import GenerateRequest
+from sluice.protocol.messages import GenerateRequest
 
 if TYPE_CHECKING:
     from sluice.router.cached import CachedPrefixes

@@ -25,7 +25,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from sluice.engine.protocol import GenerateRequest, QueueFull, SluiceError, Unavailable
+from sluice.protocol.messages import GenerateRequest, QueueFull, SluiceError, Unavailable
 from sluice.router.events import log_event
 from sluice.router.nodes import RoutedDecode, RoutedNode, RoutedPrefill
 from sluice.router.policy import Policy, Turn

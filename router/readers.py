@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from sluice.engine.config import ModelConfig
-from sluice.engine.protocol import ConfigError, InvalidRequest
+from sluice.protocol.config import ModelConfig
+from sluice.protocol.messages import ConfigError, InvalidRequest
 from sluice.router import reading
 from sluice.router.chat import ChatEncoder
 from sluice.router.conversation import ChatOptions, Message

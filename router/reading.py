@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from sluice.engine.config import ModelConfig
-from sluice.engine.protocol import InvalidRequest
+from sluice.protocol.config import ModelConfig
+from sluice.protocol.messages import InvalidRequest
 from sluice.router.chat import ChatEncoder
 from sluice.router.checkpoint import read_checkpoint
 from sluice.router.conversation import ChatOptions, Message

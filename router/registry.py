@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from sluice.engine.protocol import DecodeClient, PrefillClient
+from sluice.protocol.messages import DecodeClient, PrefillClient
 from sluice.router.background import Background
 from sluice.router.nodes import RoutedDecode, RoutedNode, RoutedPrefill
 

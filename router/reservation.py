@@ -25,7 +25,7 @@ import logging
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
-from sluice.engine.protocol import (
+from sluice.protocol.messages import (
     GenerateRequest,
     NodeError,
     NodeLost,

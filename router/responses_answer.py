@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from sluice.engine.protocol import FinishReason
+from sluice.protocol.messages import FinishReason
 from sluice.router.choices import ChatOutput, described
 from sluice.router.conversation import Part
 from sluice.router.streaming import Event

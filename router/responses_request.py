@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, Field
 
-from sluice.engine.protocol import InvalidRequest
+from sluice.protocol.messages import InvalidRequest
 from sluice.router.fields import Arguments, Text
 from sluice.router.parsing import SHORT, check, check_part
 from sluice.router.reading import Body, Translated

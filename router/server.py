@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import uvicorn
 
-from sluice.engine.protocol import ConfigError
+from sluice.protocol.messages import ConfigError
 from sluice.router.app import create_app
 from sluice.router.connection import Connection, Connections
 from sluice.router.service import STOP_LIMIT_S, RouterService

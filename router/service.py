@@ -17,8 +17,8 @@ from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from sluice.cache.keys import secret_salt
-from sluice.engine.config import SluiceConfig
-from sluice.engine.protocol import (
+from sluice.protocol.config import SluiceConfig
+from sluice.protocol.messages import (
     Cluster,
     DeadlineExceeded,
     DecodeClient,
@@ -29,7 +29,7 @@ from sluice.engine.protocol import (
     Unavailable,
     UnknownModel,
 )
-from sluice.engine.tracing import Span, begin_span
+from sluice.protocol.tracing import Span, begin_span
 from sluice.router.accounting import recorded
 from sluice.router.auth import read_api_keys
 from sluice.router.background import Background

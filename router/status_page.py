@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse
 from starlette.routing import Route
 
-from sluice.engine.protocol import Role, Unavailable
+from sluice.protocol.messages import Role, Unavailable
 from sluice.router.admin import cluster_status
 from sluice.router.auth import opens_admin
 from sluice.router.service import RouterService

@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from sluice.engine.protocol import SluiceError
+from sluice.protocol.messages import SluiceError
 from sluice.router.errors import body_of, error_body
 from sluice.router.events import log_event
 

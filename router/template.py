@@ -21,7 +21,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from sluice.engine.protocol import ConfigError, InvalidRequest
+from sluice.protocol.messages import ConfigError, InvalidRequest
 from sluice.router.calls_families import Reasoning, answer_grammar
 from sluice.router.conversation import (
     ChatOptions,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, get_args
 
-from sluice.engine.protocol import InvalidRequest
+from sluice.protocol.messages import InvalidRequest
 from sluice.router.conversation import ChatOptions
 from sluice.router.schemas import Effort
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
-from sluice.engine.protocol import FinishReason, Logprobs
+from sluice.protocol.messages import FinishReason, Logprobs
 from sluice.router.conversation import NO_LANDMARKS, Landmarks
 from sluice.router.detokenize import Detokenizer
 from sluice.router.dispatch import Tokens

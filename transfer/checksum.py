@@ -8,7 +8,7 @@ import torch
 import xxhash
 
 from sluice.cache.pools import Pool
-from sluice.engine.protocol import PageRun
+from sluice.protocol.messages import PageRun
 from sluice.transfer.rows import rows_of
 
 ChecksumMode = Literal["off", "sample", "full"]

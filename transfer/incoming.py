@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from sluice.cache.spec import PoolSpec
-from sluice.engine.protocol import PageGrant, TransferFailed
+from sluice.protocol.messages import PageGrant, TransferFailed
 from sluice.transfer.notification import Notification
 from sluice.transfer.plan import Copy, check_landing, rows_to_receive
 

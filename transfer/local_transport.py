@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from sluice.cache.pools import Pool
-from sluice.engine.protocol import IncompatiblePeers, TransferFailed
+from sluice.protocol.messages import IncompatiblePeers, TransferFailed
 from sluice.transfer.plan import Copy, named
 from sluice.transfer.transport import Handle, check_name
 

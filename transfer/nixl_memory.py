@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sluice.engine.protocol import IncompatiblePeers, TransferFailed
+from sluice.protocol.messages import IncompatiblePeers, TransferFailed
 from sluice.transfer.envelope import Malformed, name, number
 from sluice.transfer.plan import Copy, Integers, named
 

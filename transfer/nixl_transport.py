@@ -46,7 +46,7 @@ from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
 
 from sluice.cache.clock import lease_clock
 from sluice.cache.pools import Pool
-from sluice.engine.protocol import ConfigError, IncompatiblePeers, TransferFailed
+from sluice.protocol.messages import ConfigError, IncompatiblePeers, TransferFailed
 from sluice.transfer.nixl_memory import Address, Batch, Region, batches
 from sluice.transfer.plan import ByteRuns, Copy
 from sluice.transfer.pump import PUMP_S, Pump

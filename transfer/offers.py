@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sluice.engine.protocol import TransferFailed
+from sluice.protocol.messages import TransferFailed
 from sluice.transfer.envelope import Malformed
 from sluice.transfer.offer import MAX_NUMBER, Answer, Offer
 from sluice.transfer.plan import Copy

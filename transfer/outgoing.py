@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sluice.cache.spec import PoolSpec, TableSpec
-from sluice.engine.protocol import PageGrant, PageRun, TransferFailed
+from sluice.protocol.messages import PageGrant, PageRun, TransferFailed
 from sluice.transfer.offers import Declined
 from sluice.transfer.peers import Peer
 from sluice.transfer.plan import (

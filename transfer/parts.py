@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sluice.cache.pools import Pool
 from sluice.cache.spec import TableSpec
-from sluice.engine.protocol import (
+from sluice.protocol.messages import (
     IncompatiblePeers,
     NodeInfo,
     PageGrant,

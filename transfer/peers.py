@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from sluice.cache.spec import PoolSpec
-from sluice.engine.protocol import IncompatiblePeers, NodeInfo, PageGrant, TransferFailed
+from sluice.protocol.messages import IncompatiblePeers, NodeInfo, PageGrant, TransferFailed
 from sluice.transfer.plan import check_mapping
 from sluice.transfer.transport import Transport
 

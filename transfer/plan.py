@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from sluice.cache.pools import NULL_PAGE
 from sluice.cache.spec import Full, PoolSpec, TableSpec
-from sluice.engine.protocol import IncompatiblePeers, PageRun, TransferFailed
+from sluice.protocol.messages import IncompatiblePeers, PageRun, TransferFailed
 
 Memory = TypeVar("Memory")
 Integers = npt.NDArray[np.int64]

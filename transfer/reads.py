@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from sluice.cache.clock import lease_clock
-from sluice.engine.protocol import IncompatiblePeers, TransferFailed
+from sluice.protocol.messages import IncompatiblePeers, TransferFailed
 from sluice.transfer.notification import Notification
 from sluice.transfer.offer import Answer, Offer
 from sluice.transfer.transport import Handle, NothingLeft, Transport

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 
 from sluice.cache.clock import lease_clock
 from sluice.cache.pools import Pool
-from sluice.engine.protocol import PageGrant, TransferFailed
+from sluice.protocol.messages import PageGrant, TransferFailed
 from sluice.transfer.checksum import checked_rows, checksum
 from sluice.transfer.envelope import Malformed, is_kind
 from sluice.transfer.incoming import Incoming, bytes_of

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sluice.cache.pools import Pool
-from sluice.engine.protocol import PageRun
+from sluice.protocol.messages import PageRun
 
 
 def rows_of(pool: Pool, run: PageRun, rows: range) -> Tensor:

@@ -28,7 +28,7 @@ from typing import Literal
 
 from sluice.cache.clock import lease_clock
 from sluice.cache.pools import Pool
-from sluice.engine.protocol import NodeInfo, PageGrant, TransferFailed
+from sluice.protocol.messages import NodeInfo, PageGrant, TransferFailed
 from sluice.transfer.checksum import ChecksumMode
 from sluice.transfer.notification import Notification
 from sluice.transfer.offers import Offers

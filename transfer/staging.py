@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sluice.cache.pools import Pool
 from sluice.cache.spec import PoolSpec
-from sluice.engine.protocol import PageRun
+from sluice.protocol.messages import PageRun
 from sluice.transfer.plan import ByteRuns, byte_runs, check_held, page_borders, touched_pages
 from sluice.transfer.rows import rows_of
 

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from sluice.cache.pools import Pool
-from sluice.engine.protocol import ConfigError, IncompatiblePeers, TransferFailed
+from sluice.protocol.messages import ConfigError, IncompatiblePeers, TransferFailed
 from sluice.transfer.plan import Copy
 
 if TYPE_CHECKING:

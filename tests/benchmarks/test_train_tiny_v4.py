@@ -38,12 +38,12 @@ from sluice.benchmarks.training_texts import (
 from sluice.cache.pools import allocate_pools
 from sluice.cache.spec import tables_of
 from sluice.deploy.recall import recall_task
-from sluice.engine.protocol import ConfigError
 from sluice.model.config import read_config
 from sluice.model.inputs import ForwardInputs
 from sluice.model.make_checkpoint import TINY
 from sluice.model.registry import load_model
 from sluice.model.tokenizer import write_tokenizer
+from sluice.protocol.messages import ConfigError
 
 CONFIG = dataclasses.replace(TINY, vocab_size=2048)
 # An untrained indexer scores many rows exactly 0, and which of those are chosen is open.

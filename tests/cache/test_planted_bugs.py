@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sluice.cache.manager import CacheManager
-from sluice.engine.protocol import IncompatiblePeers
+from sluice.protocol.messages import IncompatiblePeers
 from sluice.transfer.plan import check_mapping
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -19,8 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sluice.cache.spec import Full, PoolSpec
 from sluice.deploy import ray_environment, state
-from sluice.engine.config import parse_config
-from sluice.engine.protocol import NodeInfo, NodeLost, Role, RouterStatus
+from sluice.protocol.config import parse_config
+from sluice.protocol.messages import NodeInfo, NodeLost, Role, RouterStatus
 
 ROOT = Path(__file__).parents[2]
 DRIVER = Path(__file__).parent / "ray_driver.py"

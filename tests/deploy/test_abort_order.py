@@ -19,9 +19,9 @@ import pytest
 from tqdm import tqdm
 
 from sluice.deploy import ray_environment
-from sluice.engine.config import parse_config
-from sluice.engine.protocol import GenerateRequest, SamplingParams
 from sluice.model.make_checkpoint import TINY, make_checkpoint
+from sluice.protocol.config import parse_config
+from sluice.protocol.messages import GenerateRequest, SamplingParams
 
 NUM_ABORTS = int(os.environ.get("ABORTS", "40"))
 NUM_TOKENS = 131_072

@@ -19,8 +19,8 @@ from sluice.deploy import state
 from sluice.deploy.cli import app
 from sluice.deploy.preflight import GPU_DRIVERS
 from sluice.deploy.reporting import reporting
-from sluice.engine.protocol import ConfigError
-from sluice.engine.reading import reading
+from sluice.protocol.messages import ConfigError
+from sluice.protocol.reading import reading
 
 TINY = "deploy/models/tiny-v4"
 

@@ -17,8 +17,8 @@ from sluice.deploy.compare_measures import Measure, PoolCost, decode_specs, meas
 from sluice.deploy.compare_prompts import Prompt, passages, read_prompts
 from sluice.deploy.compare_result import pair_up
 from sluice.deploy.http_client import RouterClient
-from sluice.engine.config import load_config
-from sluice.engine.protocol import ConfigError, SluiceError
+from sluice.protocol.config import load_config
+from sluice.protocol.messages import ConfigError, SluiceError
 
 ROOT = Path(__file__).parents[2]
 LOCAL = ROOT / "deploy/configs/local.yaml"

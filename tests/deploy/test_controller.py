@@ -7,7 +7,7 @@ import pytest
 from sluice.deploy import controller as controller_module
 from sluice.deploy import router_keeper, unplaced
 from sluice.deploy.controller import Controller
-from sluice.engine.protocol import (
+from sluice.protocol.messages import (
     ConfigError,
     IncompatiblePeers,
     InvalidRequest,

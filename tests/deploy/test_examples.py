@@ -10,8 +10,8 @@ from sluice.deploy import preflight
 from sluice.deploy.placement import ROUTER
 from sluice.deploy.prose import paragraphs
 from sluice.deploy.recall import recall_task
-from sluice.engine.config import load_config, parse_config
-from sluice.engine.protocol import Role
+from sluice.protocol.config import load_config, parse_config
+from sluice.protocol.messages import Role
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 CONFIGS = sorted((DEPLOY / "configs").glob("*.yaml"))

@@ -10,8 +10,8 @@ import pytest
 
 from sluice.deploy import ray_environment, state
 from sluice.deploy.interfaces import bound, check_interface, interface_of
-from sluice.engine.config import parse_config
-from sluice.engine.protocol import ConfigError
+from sluice.protocol.config import parse_config
+from sluice.protocol.messages import ConfigError
 
 
 def processes(live):

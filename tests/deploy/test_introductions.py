@@ -7,7 +7,7 @@ import pytest
 from sluice.deploy import controller as controller_module
 from sluice.deploy import introductions, router_keeper
 from sluice.deploy.controller import Controller
-from sluice.engine.protocol import NodeError, Role, TransferFailed
+from sluice.protocol.messages import NodeError, Role, TransferFailed
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from sluice.deploy.placement import (
     unplaced_roles,
     what_is_missing,
 )
-from sluice.engine.config import RoleConfig, parse_config
-from sluice.engine.protocol import ConfigError, NodeError, NodeLost, Refused, Role
+from sluice.protocol.config import RoleConfig, parse_config
+from sluice.protocol.messages import ConfigError, NodeError, NodeLost, Refused, Role
 
 
 def test_a_role_goes_to_the_hosts_that_offer_it():

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from sluice.deploy import state
-from sluice.engine.protocol import ConfigError
+from sluice.protocol.messages import ConfigError
 
 HOLDER = """
 import sys, time

@@ -24,7 +24,7 @@ import pytest
 import yaml
 
 from sluice.deploy.in_process import InProcess
-from sluice.engine.config import load_config
+from sluice.protocol.config import load_config
 from sluice.router.app import create_app
 
 sys.path.insert(0, str(Path(__file__).parent))

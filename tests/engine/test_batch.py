@@ -3,8 +3,8 @@
 from sluice.cache.manager import CacheManager
 from sluice.cache.spec import Full, PoolSpec, Window
 from sluice.engine.batch import Chunk, build_inputs
-from sluice.engine.protocol import SamplingParams
 from sluice.engine.request import Request
+from sluice.protocol.messages import SamplingParams
 
 FULL = PoolSpec("rows", (0,), (1,), "float32", 2, 4, Full())
 WINDOW = PoolSpec("window", (0,), (1,), "float32", 1, 2, Window(3))

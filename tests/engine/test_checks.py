@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from sluice.engine.checks import checked_tokens
 from sluice.engine.choice import choose
-from sluice.engine.protocol import GenerateRequest, InvalidRequest, SamplingParams
 from sluice.engine.request import Request
+from sluice.protocol.messages import GenerateRequest, InvalidRequest, SamplingParams
 
 VOCAB = 50
 MAX_MODEL_LEN = 64

@@ -8,8 +8,8 @@ import torch
 
 from sluice.engine.choice import choose
 from sluice.engine.penalties import penalise
-from sluice.engine.protocol import ChoiceFailed, GenerateRequest, InvalidRequest, SamplingParams
 from sluice.engine.request import Request
+from sluice.protocol.messages import ChoiceFailed, GenerateRequest, InvalidRequest, SamplingParams
 
 VOCAB = 50
 PROMPT = (3, 4, 4)

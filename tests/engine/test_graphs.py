@@ -14,10 +14,10 @@ from sluice.cache.pools import allocate_pools
 from sluice.cache.spec import Block, Full, PoolSpec, Window, tables_of
 from sluice.engine.batch import Chunk, build_inputs
 from sluice.engine.graphs import DecodeSteps, StepBuffers, graph_rows
-from sluice.engine.protocol import SamplingParams
 from sluice.engine.request import Request
 from sluice.model.make_checkpoint import TINY, make_checkpoint
 from sluice.model.registry import load_model
+from sluice.protocol.messages import SamplingParams
 
 MAX_REQUESTS, MAX_TOKENS = 8, 96
 SPECS = (

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from sluice.engine.loop import LoopThread
-from sluice.engine.protocol import NodeLost
+from sluice.protocol.messages import NodeLost
 
 
 def test_work_runs_on_the_loop_thread_and_wakes_it():

@@ -7,14 +7,14 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sluice.engine.batch import Chunk
-from sluice.engine.config import RoleConfig
-from sluice.engine.protocol import SamplingParams
 from sluice.engine.request import Request
 from sluice.engine.runner import Runner
 from sluice.kernels import cpu
 from sluice.kernels.capture import Capture, NotRepeatable
 from sluice.model.make_checkpoint import TINY, make_checkpoint
 from sluice.model.registry import load_model
+from sluice.protocol.config import RoleConfig
+from sluice.protocol.messages import SamplingParams
 
 MAX_REQUESTS = 5
 MAX_TOKENS = 200

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from sluice.engine.protocol import SamplingParams
 from sluice.engine.sampler import sample
+from sluice.protocol.messages import SamplingParams
 
 
 def params(**changes):

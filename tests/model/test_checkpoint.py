@@ -7,13 +7,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sluice.engine.protocol import ConfigError
 from sluice.model.checkpoint import official_name, read_weights
 from sluice.model.config import LayerType
 from sluice.model.inventory import tensor_shapes
 from sluice.model.make_checkpoint import TINY, make_checkpoint, random_tensors, saved_name
 from sluice.model.registry import load_model
 from sluice.model.weight_files import fingerprint
+from sluice.protocol.messages import ConfigError
 
 FILE = "model.safetensors"
 

@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sluice.cache.spec import unit_tokens
-from sluice.engine.protocol import ConfigError
 from sluice.model.make_checkpoint import TINY, transformers_config
 from sluice.model.registry import declare_pools, describe
+from sluice.protocol.messages import ConfigError
 
 OFFICIAL = {
     name: value

@@ -10,8 +10,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from sluice.engine.protocol import ConfigError
 from sluice.model.registry import declare_pools, describe, load_model
+from sluice.protocol.messages import ConfigError
 
 transformers.utils.logging.disable_progress_bar()
 

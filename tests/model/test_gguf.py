@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, pre_tokenizers
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
-from sluice.engine.protocol import ConfigError
 from sluice.model.gguf_file import find_gguf
 from sluice.model.gguf_import import import_gguf
 from sluice.model.registry import load_model
+from sluice.protocol.messages import ConfigError
 
 transformers.utils.logging.disable_progress_bar()
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from sluice.cache.row_format import RowFormat
-from sluice.engine.config import PoolConfig, RoleConfig
-from sluice.engine.protocol import ConfigError
 from sluice.engine.runner import role_specs
 from sluice.model.pools import declare
 from sluice.model.presets import V4_FLASH
 from sluice.model.registry import load_model
+from sluice.protocol.config import PoolConfig, RoleConfig
+from sluice.protocol.messages import ConfigError
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "models" / "tiny-v4"
 PAIRS = json.loads((FOLDER / "golden.json").read_text(encoding="utf-8"))["pairs"]

@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 
 from sluice.cache.spec import Full, tables_of
-from sluice.engine.protocol import ConfigError
 from sluice.model.config import LayerType
 from sluice.model.make_checkpoint import TINY
 from sluice.model.pools import declare
 from sluice.model.presets import V4_FLASH, preset_pools
+from sluice.protocol.messages import ConfigError
 
 
 def bytes_per_token(specs):

@@ -15,8 +15,6 @@ from released import (
     write_released,
 )
 
-from sluice.engine.config import parse_config as config_of
-from sluice.engine.protocol import ConfigError, Role
 from sluice.engine.runner import Runner
 from sluice.kernels.matmul import BlockScaled
 from sluice.model.checkpoint import read_weights
@@ -24,6 +22,8 @@ from sluice.model.config import parse_config
 from sluice.model.inventory import tensor_shapes
 from sluice.model.presets import V4_FLASH
 from sluice.model.registry import load_model
+from sluice.protocol.config import parse_config as config_of
+from sluice.protocol.messages import ConfigError, Role
 
 BYTES = {  # with the scales
     "fp8": lambda out, channels: out * channels + -(-out // 128) * -(-channels // 128),

@@ -18,13 +18,13 @@ import torch
 from sluice.decode_node.client import AsyncDecode
 from sluice.engine.batch import Chunk
 from sluice.engine.choice import choose
-from sluice.engine.config import parse_config
-from sluice.engine.protocol import ClusterState, GenerateRequest, Role, SamplingParams
 from sluice.engine.runner import Runner
 from sluice.model.registry import load_model
 from sluice.prefill_node.client import AsyncPrefill
 from sluice.prefill_node.node import PrefillNode
 from sluice.prefill_node.scheduler import WORTH_KEEPING_TOKENS
+from sluice.protocol.config import parse_config
+from sluice.protocol.messages import ClusterState, GenerateRequest, Role, SamplingParams
 from sluice.router.app import create_app
 from sluice.router.service import RouterService
 from sluice.transfer.local_transport import LocalTransport

@@ -18,9 +18,9 @@ import torch
 
 from sluice.decode_node.grants import Stream
 from sluice.decode_node.node import DecodeNode
-from sluice.engine.config import parse_config
-from sluice.engine.protocol import GenerateRequest, NodeInfo, PageGrant, TokenChunk
 from sluice.engine.runner import Runner
+from sluice.protocol.config import parse_config
+from sluice.protocol.messages import GenerateRequest, NodeInfo, PageGrant, TokenChunk
 from sluice.transfer.receiver import Arrival
 
 ROUTER = "test-router"

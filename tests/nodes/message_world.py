@@ -15,17 +15,17 @@ from sums_model import SumsModel, expected_tokens
 
 from sluice.decode_node.client import AsyncDecode
 from sluice.decode_node.node import DecodeNode
-from sluice.engine.config import parse_config
-from sluice.engine.protocol import (
+from sluice.engine.runner import Runner
+from sluice.prefill_node.client import AsyncPrefill
+from sluice.prefill_node.node import PrefillNode
+from sluice.protocol.config import parse_config
+from sluice.protocol.messages import (
     GenerateRequest,
     Role,
     SamplingParams,
     SluiceError,
     TransferFailed,
 )
-from sluice.engine.runner import Runner
-from sluice.prefill_node.client import AsyncPrefill
-from sluice.prefill_node.node import PrefillNode
 from sluice.router.background import Background
 from sluice.router.dispatch import Dispatcher
 from sluice.router.policy import Policy

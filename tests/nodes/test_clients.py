@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sluice.engine.config import load_config
+from sluice.protocol.config import load_config
 from sluice.router.server import serve
 
 ROOT = Path(__file__).parents[2]

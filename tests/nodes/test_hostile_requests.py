@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from sluice.engine.grammar import Matcher
-from sluice.engine.protocol import ChoiceFailed, FinishReason, InvalidRequest, NodeError
+from sluice.protocol.grammar import Matcher
+from sluice.protocol.messages import ChoiceFailed, FinishReason, InvalidRequest, NodeError
 from sluice.transfer.local_transport import LocalTransport
 
 sys.path.insert(0, str(Path(__file__).parent))

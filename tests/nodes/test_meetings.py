@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from sluice.engine.protocol import IncompatiblePeers, NodeError, TransferFailed
+from sluice.protocol.messages import IncompatiblePeers, NodeError, TransferFailed
 
 
 @pytest.fixture

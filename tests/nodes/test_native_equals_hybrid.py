@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sluice.engine.protocol import GenerateRequest, SamplingParams
+from sluice.protocol.messages import GenerateRequest, SamplingParams
 
 TRAINED = Path(__file__).parents[2] / "deploy" / "models" / "tiny-v4"  # ratios 4 and 128, window 32
 PROMPTS = [

@@ -3,7 +3,7 @@
 import pytest
 from toy_model import TOY, ModelWithToyPool
 
-from sluice.engine.protocol import NodeStatus
+from sluice.protocol.messages import NodeStatus
 
 
 @pytest.fixture

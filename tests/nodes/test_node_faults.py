@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from sluice.engine.protocol import NodeError, Refused, TransferFailed
+from sluice.protocol.messages import NodeError, Refused, TransferFailed
 from sluice.transfer.local_transport import LocalTransport
 
 

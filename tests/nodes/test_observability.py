@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client.parser import text_string_to_metric_families
 
 from sluice.deploy.in_process import InProcess
-from sluice.engine import tracing
+from sluice.protocol import tracing
 from sluice.router.app import create_app
 
 ROOT = Path(__file__).parents[2]

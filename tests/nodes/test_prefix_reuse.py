@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from sluice.cache.spec import unit_tokens
-from sluice.engine.protocol import ConfigError, GenerateRequest, Refused, SamplingParams
+from sluice.protocol.messages import ConfigError, GenerateRequest, Refused, SamplingParams
 from sluice.router.cached import CachedPrefixes
 from sluice.router.prompt import Prompt
 

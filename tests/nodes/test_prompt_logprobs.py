@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sluice.engine.batch import Chunk
-from sluice.engine.protocol import GenerateRequest, SamplingParams
+from sluice.protocol.messages import GenerateRequest, SamplingParams
 
 MODEL = Path(__file__).parents[2] / "deploy/models/tiny-v4"
 

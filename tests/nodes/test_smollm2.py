@@ -12,10 +12,10 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from sluice.deploy import preflight
 from sluice.deploy.prose import paragraphs
-from sluice.engine.config import ModelConfig, load_config
-from sluice.engine.protocol import ConfigError, GenerateRequest, SamplingParams
 from sluice.model.gguf_file import find_gguf
 from sluice.model.gguf_import import import_gguf
+from sluice.protocol.config import ModelConfig, load_config
+from sluice.protocol.messages import ConfigError, GenerateRequest, SamplingParams
 from sluice.router.chat import ChatEncoder
 from sluice.router.checkpoint import read_checkpoint
 

@@ -1,6 +1,6 @@
 """A router over scripted nodes: real HTTP app, real service, nodes that follow a token function.
 
-The scripted nodes implement the client protocols of sluice.engine.protocol; they count pages as
+The scripted nodes implement the client protocols of sluice.protocol.messages; they count pages as
 real ones do and fail on command. Output depends on every token before it, so a lost, repeated or
 reordered token changes all that follows.
 """
@@ -20,8 +20,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from sluice.cache.journal import Journal
 from sluice.cache.spec import Full, PoolSpec, Window
-from sluice.engine.config import SluiceConfig, parse_config
-from sluice.engine.protocol import (
+from sluice.protocol.config import SluiceConfig, parse_config
+from sluice.protocol.messages import (
     ClusterState,
     FinishReason,
     GenerateRequest,

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from sluice.engine.protocol import InvalidRequest, NodeError, NodeLost, Refused, TransferFailed
+from sluice.protocol.messages import InvalidRequest, NodeError, NodeLost, Refused, TransferFailed
 from sluice.router.breaker import OPEN_AFTER, Breaker
 
 

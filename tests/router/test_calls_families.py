@@ -10,8 +10,8 @@ import pytest
 from grammar_walks import passes_through, random_parameters, random_walk
 from tokenizers import AddedToken, Tokenizer
 
-from sluice.engine.grammar import Grammars
-from sluice.engine.protocol import InvalidRequest
+from sluice.protocol.grammar import Grammars
+from sluice.protocol.messages import InvalidRequest
 from sluice.router.calls_families import Reasoning, answer_grammar
 from sluice.router.parser_families import FamilyParser
 from sluice.router.tool_formats import FORMATS, MARKERS

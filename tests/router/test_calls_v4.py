@@ -11,8 +11,8 @@ import pytest
 from grammar_walks import passes_through, random_parameters, random_walk
 from tokenizers import Tokenizer
 
-from sluice.engine.grammar import Grammars
-from sluice.engine.protocol import InvalidRequest
+from sluice.protocol.grammar import Grammars
+from sluice.protocol.messages import InvalidRequest
 from sluice.router.calls_v4 import answer_grammar
 from sluice.router.conversation import ChatOptions
 from sluice.router.encoding_v4 import V4Format

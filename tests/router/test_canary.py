@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from sluice.engine.config import parse_config
-from sluice.engine.protocol import ConfigError
+from sluice.protocol.config import parse_config
+from sluice.protocol.messages import ConfigError
 from sluice.router.canary import MAX_AT_ONCE, MAX_PENDING, Canary
 from sluice.router.server import serve
 from sluice.router.transcript import Said, first_difference, transcript, transcript_of_body

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from sluice.engine.protocol import GenerateRequest, SamplingParams
+from sluice.protocol.messages import GenerateRequest, SamplingParams
 
 
 async def reach(world, phase: str, request) -> None:

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from sluice.engine.protocol import GenerateRequest, NodeLost, SamplingParams, Unavailable
+from sluice.protocol.messages import GenerateRequest, NodeLost, SamplingParams, Unavailable
 from sluice.router import queue
 from sluice.router.prompt import Prompt
 

@@ -8,7 +8,7 @@ import pytest
 from grammar_walks import passes_through
 from tokenizers import Tokenizer
 
-from sluice.engine.grammar import Grammars
+from sluice.protocol.grammar import Grammars
 
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }} say <tool_call>{% endif %}"

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer
 from v4_answers import CALL, answers, write_config
 
-from sluice.engine.config import ModelConfig
+from sluice.protocol.config import ModelConfig
 from sluice.router.chat import ChatEncoder
 from sluice.router.checkpoint import read_checkpoint
 from sluice.router.conversation import ChatOptions

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sluice.engine.config import ModelConfig
-from sluice.engine.protocol import ConfigError
+from sluice.protocol.config import ModelConfig
+from sluice.protocol.messages import ConfigError
 from sluice.router.checkpoint import read_checkpoint
 from sluice.router.v4_text import DSML, END_THINK, THINK
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from sluice.engine.protocol import InvalidRequest
+from sluice.protocol.messages import InvalidRequest
 from sluice.router.conversation import ChatOptions
 from sluice.router.encoding_v4 import Release, V4Format
 from sluice.router.v4_text import EFFORT_BEYOND_MAXIMUM, EFFORT_MAXIMUM

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from sluice.engine.protocol import NodeLost, Refused, TransferFailed
+from sluice.protocol.messages import NodeLost, Refused, TransferFailed
 from sluice.router.dispatch import MAX_FAILURES
 
 EOS = 1

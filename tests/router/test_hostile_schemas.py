@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from sluice.engine.protocol import ChoiceFailed, InvalidRequest
+from sluice.protocol.messages import ChoiceFailed, InvalidRequest
 from sluice.router.v4_text import CONTROL_TOKENS, EOS
 
 

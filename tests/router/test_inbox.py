@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from sluice.engine.protocol import FinishReason, Logprobs, NodeLost, TokenChunk
+from sluice.protocol.messages import FinishReason, Logprobs, NodeLost, TokenChunk
 from sluice.router.inbox import Inbox
 
 

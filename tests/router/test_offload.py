@@ -13,13 +13,13 @@ import sys
 import pytest
 import uvloop
 
-from sluice.engine.protocol import InvalidRequest, QueueFull, Unavailable
+from sluice.protocol.messages import InvalidRequest, QueueFull, Unavailable
 from sluice.router.offload import GivenUp, Offload
 
 MB = 1 << 20
 LIMIT_S = 0.2
 REFUSE = """
-from sluice.engine.protocol import InvalidRequest
+from sluice.protocol.messages import InvalidRequest
 raise InvalidRequest("prompt: too blue", param="prompt")
 """
 

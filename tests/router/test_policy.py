@@ -8,7 +8,7 @@ import pytest
 
 from sluice.cache.journal import CacheReport
 from sluice.cache.spec import Full, PoolSpec, unit_tokens
-from sluice.engine.protocol import GenerateRequest, NodeInfo, Role, SamplingParams
+from sluice.protocol.messages import GenerateRequest, NodeInfo, Role, SamplingParams
 from sluice.router.cached import CachedPrefixes
 from sluice.router.ledger import Ledger
 from sluice.router.policy import MAX_CLAIMS, Policy, Turn

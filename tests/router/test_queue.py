@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from sluice.cache.spec import Full, PoolSpec
-from sluice.engine.protocol import GenerateRequest, NodeInfo, Role, SamplingParams, Unavailable
+from sluice.protocol.messages import GenerateRequest, NodeInfo, Role, SamplingParams, Unavailable
 from sluice.router.background import Background
 from sluice.router.nodes import RoutedNode
 from sluice.router.policy import COMMON, Policy

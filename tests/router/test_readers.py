@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from sluice.engine.config import ModelConfig
-from sluice.engine.protocol import ConfigError, InvalidRequest
+from sluice.protocol.config import ModelConfig
+from sluice.protocol.messages import ConfigError, InvalidRequest
 from sluice.router.chat import ChatEncoder
 from sluice.router.checkpoint import read_checkpoint
 from sluice.router.readers import MEDIUM_BYTES, SHORT_BYTES, Readers

@@ -12,7 +12,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 from v4_answers import CALL, answers, named_events
 
-from sluice.engine.protocol import InvalidRequest
+from sluice.protocol.messages import InvalidRequest
 from sluice.router.responses_request import translate
 
 EVENT = TypeAdapter(ResponseStreamEvent)

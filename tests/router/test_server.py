@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from sluice.deploy.http_client import RouterClient
-from sluice.engine.protocol import ConfigError, Unavailable
+from sluice.protocol.messages import ConfigError, Unavailable
 from sluice.router import streaming
 from sluice.router.server import bind, serve
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 
-from sluice.engine.protocol import TransferFailed
+from sluice.protocol.messages import TransferFailed
 from sluice.router.recent import Recent
 from sluice.router.troubles import MAX_KEPT
 

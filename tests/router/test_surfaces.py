@@ -10,7 +10,7 @@ import re
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from sluice.engine.protocol import ConfigError
+from sluice.protocol.messages import ConfigError
 from sluice.router.admin import admin_routes
 from sluice.router.completions import completion_routes
 from sluice.router.messages_api import messages_routes
@@ -93,7 +93,7 @@ async def test_browsers_of_other_origins_are_let_in_by_configuration_alone(make_
 
 
 def test_key_files_that_cannot_work_are_refused(checkpoint, tmp_path):
-    from sluice.engine.config import parse_config
+    from sluice.protocol.config import parse_config
     from sluice.router.service import RouterService
 
     (tmp_path / "empty").write_text("# none\n")
@@ -295,7 +295,7 @@ async def test_logs_follow_a_request_by_id_without_its_text(world, caplog):
     ],
 )
 def test_broken_checkpoints_are_config_errors(checkpoint_writer, tmp_path, file, content):
-    from sluice.engine.config import parse_config
+    from sluice.protocol.config import parse_config
     from sluice.router.service import RouterService
 
     folder = checkpoint_writer(tmp_path / "broken")

@@ -8,7 +8,7 @@ import json
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from sluice.engine.protocol import ConfigError, InvalidRequest
+from sluice.protocol.messages import ConfigError, InvalidRequest
 from sluice.router.conversation import ChatOptions
 from sluice.router.template import TemplateFormat
 

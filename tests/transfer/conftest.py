@@ -11,7 +11,7 @@ import torch
 
 from sluice.cache.pools import allocate_pools
 from sluice.cache.spec import Block, Full, PoolSpec, Window, tables_of
-from sluice.engine.protocol import NodeInfo, PageGrant, PageRun, Role
+from sluice.protocol.messages import NodeInfo, PageGrant, PageRun, Role
 from sluice.transfer.local_transport import LocalTransport
 from sluice.transfer.receiver import Receiver
 from sluice.transfer.sender import Sender

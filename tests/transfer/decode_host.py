@@ -11,7 +11,7 @@ import torch
 
 from sluice.cache.pools import allocate_pools
 from sluice.cache.spec import tables_of
-from sluice.engine.protocol import NodeInfo, Role
+from sluice.protocol.messages import NodeInfo, Role
 from sluice.transfer.nixl_transport import NixlTransport
 from sluice.transfer.receiver import Receiver
 

@@ -11,7 +11,7 @@ import time
 import uuid
 from pathlib import Path
 
-from sluice.engine.protocol import Role, TransferFailed
+from sluice.protocol.messages import Role, TransferFailed
 from sluice.transfer.nixl_transport import NixlTransport
 
 sys.path.insert(0, str(Path(__file__).parent))

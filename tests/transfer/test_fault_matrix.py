@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from sluice.engine.protocol import Role, TransferFailed
+from sluice.protocol.messages import Role, TransferFailed
 from sluice.transfer.envelope import is_kind
 from sluice.transfer.local_transport import LocalTransport
 from sluice.transfer.notification import Notification

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sluice.cache.spec import Window
-from sluice.engine.protocol import IncompatiblePeers, PageGrant, Role, TransferFailed
+from sluice.protocol.messages import IncompatiblePeers, PageGrant, Role, TransferFailed
 from sluice.transfer.local_transport import LocalTransport
 from sluice.transfer.peers import RECONNECT_EVERY_S
 from sluice.transfer.plan import rows_to_receive

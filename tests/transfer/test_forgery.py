@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sluice.engine.protocol import Role
+from sluice.protocol.messages import Role
 from sluice.transfer.envelope import seal
 from sluice.transfer.notification import KIND, MAX_CHUNKS, Notification
 from sluice.transfer.offer import KIND as OFFER

@@ -11,7 +11,7 @@ import random
 import pytest
 import torch
 
-from sluice.engine.protocol import Role, TransferFailed
+from sluice.protocol.messages import Role, TransferFailed
 from sluice.transfer.local_transport import LocalTransport
 from sluice.transfer.plan import rows_to_receive
 

@@ -7,10 +7,10 @@ import uuid
 import pytest
 import torch
 
-from sluice.engine.protocol import IncompatiblePeers, Role
 from sluice.model.make_checkpoint import TINY
 from sluice.model.pool_rows import convert_rows
 from sluice.model.pools import declare
+from sluice.protocol.messages import IncompatiblePeers, Role
 from sluice.transfer.local_transport import LocalTransport
 from sluice.transfer.plan import rows_to_receive
 from sluice.transfer.staging import PACK_BELOW_BYTES, Staging, needs_packing

@@ -18,7 +18,7 @@ import torch
 
 from sluice.cache.clock import lease_clock
 from sluice.cache.spec import tables_of
-from sluice.engine.protocol import (
+from sluice.protocol.messages import (
     ConfigError,
     IncompatiblePeers,
     PageGrant,

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice.cache.spec import DTYPE_BYTES, Block, Full, PoolSpec, Window
-from sluice.engine.protocol import IncompatiblePeers, PageRun, TransferFailed
+from sluice.protocol.messages import IncompatiblePeers, PageRun, TransferFailed
 from sluice.transfer.plan import byte_runs, check_mapping, rows_to_receive, rows_to_send
 
 NUM_PAGES = 24

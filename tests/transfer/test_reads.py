@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from sluice.engine.protocol import Role, TransferFailed
+from sluice.protocol.messages import Role, TransferFailed
 from sluice.transfer.envelope import Malformed
 from sluice.transfer.local_transport import LocalTransport
 from sluice.transfer.notification import Notification

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from sluice.engine.protocol import TransferFailed
+from sluice.protocol.messages import TransferFailed
 from sluice.transfer.local_transport import LocalTransport
 from sluice.transfer.notification import Notification
 from sluice.transfer.plan import rows_to_receive

@@ -9,8 +9,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from sluice.engine import tracing
-from sluice.engine.protocol import ConfigError
+from sluice.protocol import tracing
+from sluice.protocol.messages import ConfigError
 
 
 @pytest.fixture

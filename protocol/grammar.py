@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from sluice.engine.limits import WHITE_SPACE, check_size
-from sluice.engine.protocol import InvalidRequest, SamplingParams
+from sluice.protocol.limits import WHITE_SPACE, check_size
+from sluice.protocol.messages import InvalidRequest, SamplingParams
 
 log = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from llguidance import LLMatcher
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from sluice.engine.choice import choose
-from sluice.engine.grammar import Grammars
-from sluice.engine.protocol import GenerateRequest, InvalidRequest, SamplingParams
 from sluice.engine.request import Request
+from sluice.protocol.grammar import Grammars
+from sluice.protocol.messages import GenerateRequest, InvalidRequest, SamplingParams
 
 EOS = 1
 SCHEMA = json.dumps(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sluice.engine.protocol import InvalidRequest
+from sluice.protocol.messages import InvalidRequest
 
 MAX_TEMPERATURE = 2.0
 GREEDY_BELOW = 1e-5  # a temperature at which nothing but the likeliest token is ever drawn

@@ -9,8 +9,8 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sluice.engine.config import SluiceConfig, load_config, parse_config
-from sluice.engine.protocol import ConfigError
+from sluice.protocol.config import SluiceConfig, load_config, parse_config
+from sluice.protocol.messages import ConfigError
 
 FULL = {
     "model": {"path": "m", "name": "n", "max_model_len": 9},

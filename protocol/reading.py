@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sluice.engine.protocol import ConfigError
+from sluice.protocol.messages import ConfigError
 
 MAX_TEXT_BYTES = 1 << 20  # of a config, a template, a key file
 MAX_JSON_BYTES = 64 << 20  # the index of a checkpoint of thousands of tensors has a few MB

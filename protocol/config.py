@@ -26,9 +26,9 @@ from pydantic import (
     model_validator,
 )
 
-from sluice.engine.protocol import ConfigError, Role
-from sluice.engine.reading import read_text, reading, shown
-from sluice.engine.strict_yaml import YamlFault, parse_yaml
+from sluice.protocol.messages import ConfigError, Role
+from sluice.protocol.reading import read_text, reading, shown
+from sluice.protocol.strict_yaml import YamlFault, parse_yaml
 
 UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 SECRETS = ("router.prefix_secret",)

@@ -4,8 +4,8 @@ import pickle
 
 import pytest
 
-from sluice.engine.config import load_config, parse_config, with_prefix_secret
-from sluice.engine.protocol import ConfigError
+from sluice.protocol.config import load_config, parse_config, with_prefix_secret
+from sluice.protocol.messages import ConfigError
 
 
 @pytest.mark.parametrize(
