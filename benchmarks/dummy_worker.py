@@ -12,7 +12,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from sluice.router.server import bind
+from sluice.router.http.server import bind
 
 MODEL_NAME = "tiny-v4"
 TEXT = " token"

@@ -36,7 +36,7 @@ from sluice.protocol.messages import (
     RouterStatus,
     TokenChunk,
 )
-from sluice.router.server import serve
+from sluice.router.http.server import serve
 from sluice.router.service import RouterService
 
 MODEL = Path(__file__).parents[1] / "deploy/models/tiny-v4"

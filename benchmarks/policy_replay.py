@@ -52,11 +52,11 @@ from sluice.engine.runner import RESUME_SHARE
 from sluice.prefill_node.scheduler import Job
 from sluice.protocol.config import RoleConfig
 from sluice.protocol.messages import GenerateRequest, NodeInfo, Role, SamplingParams
-from sluice.router.cached import CachedPrefixes
-from sluice.router.ledger import Ledger
-from sluice.router.nodes import HEARTBEAT_S
-from sluice.router.policy import Policy, Turn
-from sluice.router.prompt import Prompt
+from sluice.router.dispatch.cached import CachedPrefixes
+from sluice.router.dispatch.ledger import Ledger
+from sluice.router.dispatch.nodes import HEARTBEAT_S
+from sluice.router.dispatch.policy import Policy, Turn
+from sluice.router.dispatch.prompt import Prompt
 
 NUM_NODES = 4
 POLICIES = ("round_robin", "power_of_two", "least_loaded", "cache_aware")

@@ -44,7 +44,7 @@ from tqdm import tqdm
 from sluice.benchmarks.dummy_worker import MODEL_NAME, run_fastapi, run_worker
 from sluice.benchmarks.instant_nodes import run_router
 from sluice.benchmarks.provenance import RESULTS, print_provenance, provenance, write_csv
-from sluice.router.server import bind
+from sluice.router.http.server import bind
 
 NUM_TOKENS = 16
 PROMPT = "It was the best of times, it was the worst of times, it was the age of wisdom"

@@ -28,7 +28,7 @@ from sluice.deploy.reporting import stderr, stdout
 from sluice.model.registry import describe
 from sluice.protocol.config import SluiceConfig, load_config
 from sluice.protocol.messages import ConfigError
-from sluice.router.checkpoint import read_checkpoint
+from sluice.router.text.checkpoint import read_checkpoint
 
 STOP_TIMEOUT_S = 60.0
 WARM_UP = Prompt([1, 2, 3, 4, 5, 6, 7, 8])

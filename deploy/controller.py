@@ -45,7 +45,7 @@ from sluice.protocol.messages import (
     RouterStatus,
     SluiceError,
 )
-from sluice.router.background import Background
+from sluice.router.common.background import Background
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from sluice.deploy import state
 from sluice.deploy.http_client import RouterClient
 from sluice.protocol.config import RouterConfig, load_config
 from sluice.protocol.messages import ConfigError, Unavailable
-from sluice.router.auth import read_api_keys
+from sluice.router.common.auth import read_api_keys
 
 
 def deployment(namespace: str | None) -> state.Deployment:

@@ -20,8 +20,8 @@ from sluice.protocol import tracing
 from sluice.protocol.config import ModelConfig, RoleConfig, RouterConfig, SluiceConfig
 from sluice.protocol.messages import ConfigError
 from sluice.protocol.reading import reading
-from sluice.router.auth import read_api_keys
-from sluice.router.checkpoint import read_checkpoint
+from sluice.router.common.auth import read_api_keys
+from sluice.router.text.checkpoint import read_checkpoint
 
 GPU_DRIVERS = [Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg")]  # CUDA, ROCm, WSL
 NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")

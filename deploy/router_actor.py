@@ -14,7 +14,7 @@ from sluice.deploy.termination import Leaving
 from sluice.protocol import tracing
 from sluice.protocol.config import SluiceConfig
 from sluice.protocol.messages import Cluster, DecodeClient, PrefillClient, RouterStatus
-from sluice.router.server import RunningServer, serve
+from sluice.router.http.server import RunningServer, serve
 from sluice.router.service import STOP_LIMIT_S, RouterService
 
 LEAVE_LIMIT_S = 20.0  # for streams after a SIGTERM: the process has 30 s in all

@@ -9,9 +9,9 @@ import time
 from collections.abc import Iterator
 
 from sluice.protocol.messages import SluiceError
-from sluice.router.events import log_event
+from sluice.router.common.events import log_event
 from sluice.router.metrics import RouterMetrics
-from sluice.router.text import Delta
+from sluice.router.output_text import Delta
 
 logger = logging.getLogger(__name__)
 

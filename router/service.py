@@ -31,24 +31,24 @@ from sluice.protocol.messages import (
 )
 from sluice.protocol.tracing import Span, begin_span
 from sluice.router.accounting import recorded
-from sluice.router.auth import read_api_keys
-from sluice.router.background import Background
-from sluice.router.body import Bodies
-from sluice.router.canary import Canary
-from sluice.router.chat import ChatEncoder
-from sluice.router.checkpoint import read_checkpoint
-from sluice.router.conversation import NO_LANDMARKS, Landmarks
-from sluice.router.dispatch import Dispatcher, Tokens
-from sluice.router.grammars import GrammarJudge
+from sluice.router.canary.canary import Canary
+from sluice.router.common.auth import read_api_keys
+from sluice.router.common.background import Background
+from sluice.router.common.body import Bodies
+from sluice.router.dispatch.dispatcher import Dispatcher, Tokens
+from sluice.router.dispatch.policy import Policy
+from sluice.router.dispatch.queue import WaitingQueue
+from sluice.router.dispatch.registry import Nodes
+from sluice.router.dispatch.reservation import CALL_LIMIT_S
 from sluice.router.metrics import RouterMetrics
-from sluice.router.policy import Policy
-from sluice.router.queue import WaitingQueue
-from sluice.router.readers import Readers
-from sluice.router.registry import Nodes
-from sluice.router.reservation import CALL_LIMIT_S
+from sluice.router.output_text import Delta, OutputText
+from sluice.router.reading.readers import Readers
 from sluice.router.shared import Shared
-from sluice.router.text import Delta, OutputText
-from sluice.router.token_text import TokenTexts
+from sluice.router.text.answers.conversation import NO_LANDMARKS, Landmarks
+from sluice.router.text.chat import ChatEncoder
+from sluice.router.text.checkpoint import read_checkpoint
+from sluice.router.text.grammar_judge import GrammarJudge
+from sluice.router.text.token_text import TokenTexts
 from sluice.router.troubles import Troubles
 
 STATUS_LIMIT_S = 1.0  # how long /metrics and /admin/status wait for fresh numbers

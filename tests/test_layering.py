@@ -26,6 +26,27 @@ ALLOWED = {
     "deploy": ALL,
     "benchmarks": ALL,
 }
+# Rooms of a folder, and which of its rooms each may import; "" is what lies in none. A room comes
+# after those it may import, so that no two import each other.
+ROOMS = {
+    "router": {
+        "common": set(),
+        "text.answers": set(),
+        "text.grammar": set(),
+        "text.v4": {"text.answers", "text.grammar"},
+        "text.families": {"text.answers", "text.grammar"},
+        "text": {"common", "text.answers", "text.v4", "text.families"},
+        "reading": {"common", "text", "text.answers", "text.v4"},
+        "dispatch": {"common"},
+        "canary": {"common"},
+        "": {"common", "text", "text.answers", "reading", "dispatch", "canary"},
+        "openai": {"", "common", "text", "text.answers", "reading"},
+        "openai.responses": {"", "openai", "text", "text.answers", "reading"},
+        "anthropic": {"", "common", "openai", "text.answers", "reading"},
+        "http": {"", "common", "canary", "openai", "openai.responses", "anthropic", "reading"},
+    },
+}
+MAX_FILES = 13  # of a room
 TORCH_FREE = (
     "cache/clock.py",
     "cache/spec.py",
@@ -59,6 +80,36 @@ def test_a_folder_imports_only_what_its_row_allows(folder):
             parts = module.split(".")
             allowed = {folder, *ALLOWED[folder]}
             assert {parts[0], ".".join(parts[:2])} & allowed, f"{path}: imports sluice.{module}"
+
+
+def room_of(module, rooms):
+    """The room that a module of the folder lies in, by its dotted name without the folder's."""
+    inside = [room for room in rooms if room and f"{module}.".startswith(f"{room}.")]
+    return max(inside, key=len, default="")
+
+
+@pytest.mark.parametrize("folder", sorted(ROOMS))
+def test_a_room_imports_only_rooms_below_it(folder):
+    rooms, below = ROOMS[folder], set()
+    for room, allowed in rooms.items():
+        assert allowed <= below, f"{folder}/{room}: {allowed - below} comes after it"
+        below.add(room)
+    for path in sources(folder):
+        own = ".".join(path.relative_to(ROOT / folder).with_suffix("").parts)
+        room = room_of(own, rooms)
+        for module in imports_of(path):
+            if module.startswith(f"{folder}."):
+                other = room_of(module.removeprefix(f"{folder}."), rooms)
+                assert other in {room, *rooms[room]}, f"{path}: imports sluice.{module}"
+
+
+@pytest.mark.parametrize("folder", sorted(ROOMS))
+def test_a_room_is_small_and_has_a_line_in_the_table(folder):
+    for place in {path.parent for path in sources(folder)}:
+        room = ".".join(place.relative_to(ROOT / folder).parts)
+        assert room in ROOMS[folder], f"{place}: has no line in ROOMS"
+        files = [path for path in place.glob("*.py") if path.stem != "__init__"]
+        assert len(files) <= MAX_FILES, f"{place}: {len(files)} files"
 
 
 def test_only_deploy_knows_ray():

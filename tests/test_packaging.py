@@ -12,7 +12,11 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
 def test_the_packages_listed_are_the_folders_there_are():
-    folders = {f"sluice.{path.parent.name}" for path in ROOT.glob("*/__init__.py")}
+    folders = {
+        ".".join(("sluice", *path.parent.relative_to(ROOT).parts))
+        for top in ROOT.glob("*/__init__.py")
+        for path in top.parent.rglob("__init__.py")
+    }
     assert set(PROJECT["tool"]["setuptools"]["packages"]) == folders
 
 

@@ -50,11 +50,11 @@ async def deployment(config):
 
     from sluice.deploy.clients import RayDecodeClient, RayPrefillClient
     from sluice.deploy.node_actors import DecodeActor, PrefillActor
-    from sluice.router.background import Background
-    from sluice.router.dispatch import Dispatcher
-    from sluice.router.policy import Policy
-    from sluice.router.queue import WaitingQueue
-    from sluice.router.registry import Nodes
+    from sluice.router.common.background import Background
+    from sluice.router.dispatch.dispatcher import Dispatcher
+    from sluice.router.dispatch.policy import Policy
+    from sluice.router.dispatch.queue import WaitingQueue
+    from sluice.router.dispatch.registry import Nodes
 
     class Counting(PrefillActor):
         """Knows which aborts came before their run."""

@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from sluice.deploy.logs import JsonLines, TextLines
-from sluice.router.events import log_event
+from sluice.router.common.events import log_event
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ import yaml
 
 from sluice.deploy.in_process import InProcess
 from sluice.protocol.config import load_config
-from sluice.router.app import create_app
+from sluice.router.http.app import create_app
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -25,7 +25,7 @@ from sluice.prefill_node.node import PrefillNode
 from sluice.prefill_node.scheduler import WORTH_KEEPING_TOKENS
 from sluice.protocol.config import parse_config
 from sluice.protocol.messages import ClusterState, GenerateRequest, Role, SamplingParams
-from sluice.router.app import create_app
+from sluice.router.http.app import create_app
 from sluice.router.service import RouterService
 from sluice.transfer.local_transport import LocalTransport
 

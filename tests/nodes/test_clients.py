@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sluice.protocol.config import load_config
-from sluice.router.server import serve
+from sluice.router.http.server import serve
 
 ROOT = Path(__file__).parents[2]
 SESSIONS = ROOT / "tests/clients/sessions"

@@ -22,7 +22,7 @@ import pytest
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from sluice.router.v4_text import CONTROL_TOKENS, DSML, END_THINK
+from sluice.router.text.v4.words import CONTROL_TOKENS, DSML, END_THINK
 
 MODEL = Path(__file__).parents[2] / "deploy/models/tiny-v4-chat"
 NUM_COMBINATIONS = int(os.environ.get("COMBINATIONS", "60"))

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from sluice.decode_node.outbox import Outbox
-from sluice.router.reservation import CALL_LIMIT_S
+from sluice.router.dispatch.reservation import CALL_LIMIT_S
 
 sys.path.insert(0, str(Path(__file__).parent))
 

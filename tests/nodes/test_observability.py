@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sluice.deploy.in_process import InProcess
 from sluice.protocol import tracing
-from sluice.router.app import create_app
+from sluice.router.http.app import create_app
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "deploy/models/tiny-v4"  # small, trained, with a tokenizer

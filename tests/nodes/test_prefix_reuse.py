@@ -7,8 +7,8 @@ import pytest
 
 from sluice.cache.spec import unit_tokens
 from sluice.protocol.messages import ConfigError, GenerateRequest, Refused, SamplingParams
-from sluice.router.cached import CachedPrefixes
-from sluice.router.prompt import Prompt
+from sluice.router.dispatch.cached import CachedPrefixes
+from sluice.router.dispatch.prompt import Prompt
 
 PAGE, WINDOW = 32, 8  # of the tiny checkpoint: Full pools' page, sliding window
 CACHED = {"prefix_cache": True, "resume_every_tokens": 32}

@@ -16,8 +16,8 @@ from sluice.model.gguf_file import find_gguf
 from sluice.model.gguf_import import import_gguf
 from sluice.protocol.config import ModelConfig, load_config
 from sluice.protocol.messages import ConfigError, GenerateRequest, SamplingParams
-from sluice.router.chat import ChatEncoder
-from sluice.router.checkpoint import read_checkpoint
+from sluice.router.text.chat import ChatEncoder
+from sluice.router.text.checkpoint import read_checkpoint
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "deploy/configs/smollm2.yaml"

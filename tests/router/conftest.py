@@ -42,11 +42,11 @@ from sluice.protocol.messages import (
     SluiceError,
     TokenChunk,
 )
-from sluice.router.app import create_app
+from sluice.router.http.app import create_app
 from sluice.router.service import RouterService
-from sluice.router.v4_text import BOS as V4_BOS
-from sluice.router.v4_text import CONTROL_TOKENS
-from sluice.router.v4_text import EOS as V4_EOS
+from sluice.router.text.v4.words import BOS as V4_BOS
+from sluice.router.text.v4.words import CONTROL_TOKENS
+from sluice.router.text.v4.words import EOS as V4_EOS
 
 sys.path.insert(0, str(Path(__file__).parent))  # as tests in folders of one name are imported
 from v4_answers import write_config

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from sluice.protocol.messages import InvalidRequest, NodeError, NodeLost, Refused, TransferFailed
-from sluice.router.breaker import OPEN_AFTER, Breaker
+from sluice.router.dispatch.breaker import OPEN_AFTER, Breaker
 
 
 def test_failures_in_a_row_open_it_and_a_success_closes_it():

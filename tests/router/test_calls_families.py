@@ -12,9 +12,9 @@ from tokenizers import AddedToken, Tokenizer
 
 from sluice.protocol.grammar import Grammars
 from sluice.protocol.messages import InvalidRequest
-from sluice.router.calls_families import Reasoning, answer_grammar
-from sluice.router.parser_families import FamilyParser
-from sluice.router.tool_formats import FORMATS, MARKERS
+from sluice.router.text.families.calls import Reasoning, answer_grammar
+from sluice.router.text.families.parser import FamilyParser
+from sluice.router.text.families.tool_formats import FORMATS, MARKERS
 
 WEATHER = {
     "name": "weather",

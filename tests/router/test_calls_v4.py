@@ -13,11 +13,11 @@ from tokenizers import Tokenizer
 
 from sluice.protocol.grammar import Grammars
 from sluice.protocol.messages import InvalidRequest
-from sluice.router.calls_v4 import answer_grammar
-from sluice.router.conversation import ChatOptions
-from sluice.router.encoding_v4 import V4Format
-from sluice.router.parser_v4 import V4Parser
-from sluice.router.v4_text import CONTROL_TOKENS, END_THINK, EOS, OPEN_CALLS
+from sluice.router.text.answers.conversation import ChatOptions
+from sluice.router.text.v4.calls import answer_grammar
+from sluice.router.text.v4.encoding import V4Format
+from sluice.router.text.v4.parser import V4Parser
+from sluice.router.text.v4.words import CONTROL_TOKENS, END_THINK, EOS, OPEN_CALLS
 
 SCHEMA = {
     "type": "object",

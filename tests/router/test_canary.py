@@ -14,9 +14,9 @@ import pytest
 
 from sluice.protocol.config import parse_config
 from sluice.protocol.messages import ConfigError
-from sluice.router.canary import MAX_AT_ONCE, MAX_PENDING, Canary
-from sluice.router.server import serve
-from sluice.router.transcript import Said, first_difference, transcript, transcript_of_body
+from sluice.router.canary.canary import MAX_AT_ONCE, MAX_PENDING, Canary
+from sluice.router.canary.transcript import Said, first_difference, transcript, transcript_of_body
+from sluice.router.http.server import serve
 
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
 PIECE = {"choices": [{"index": 0, "text": "half", "finish_reason": None}]}

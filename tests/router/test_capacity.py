@@ -8,8 +8,8 @@ import time
 import pytest
 
 from sluice.protocol.messages import GenerateRequest, NodeLost, SamplingParams, Unavailable
-from sluice.router import queue
-from sluice.router.prompt import Prompt
+from sluice.router.dispatch import queue
+from sluice.router.dispatch.prompt import Prompt
 
 
 async def test_no_node_is_503_at_once_and_recovers(make_world):

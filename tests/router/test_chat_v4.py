@@ -12,9 +12,9 @@ from tokenizers import Tokenizer
 from v4_answers import CALL, answers, write_config
 
 from sluice.protocol.config import ModelConfig
-from sluice.router.chat import ChatEncoder
-from sluice.router.checkpoint import read_checkpoint
-from sluice.router.conversation import ChatOptions
+from sluice.router.text.answers.conversation import ChatOptions
+from sluice.router.text.chat import ChatEncoder
+from sluice.router.text.checkpoint import read_checkpoint
 
 TOOLS = [
     {

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from sluice.protocol.config import ModelConfig
 from sluice.protocol.messages import ConfigError
-from sluice.router.checkpoint import read_checkpoint
-from sluice.router.v4_text import DSML, END_THINK, THINK
+from sluice.router.text.checkpoint import read_checkpoint
+from sluice.router.text.v4.words import DSML, END_THINK, THINK
 
 MODELS = Path(__file__).parents[2] / "deploy/models"
 TINY = MODELS / "tiny-v4"
@@ -73,6 +73,8 @@ def test_any_value_at_any_key_that_is_read_gives_a_checkpoint_or_one_error(folde
         ("config.json", {"eos_token_id": "x"}, "eos_token_id is 'x'"),
         ("generation_config.json", {"eos_token_id": [1, 10**9]}, "eos_token_id is .1, 1000000000."),
         ("tokenizer_config.json", {"eos_token": 5}, "eos_token is 5"),
+        ("tokenizer_config.json", {"eos_token": "\ud800"}, "eos_token is"),
+        ("tokenizer_config.json", {"chat_template": "\ud800"}, "chat_template is"),
         ("tokenizer_config.json", {"chat_template": 5}, "chat_template is 5"),
         ("tokenizer_config.json", {"chat_template": [{"template": "x"}]}, "`name` and `template`"),
         ("tokenizer_config.json", {"chat_template": ["x"]}, "`name` and `template`"),

@@ -8,8 +8,8 @@ import json
 
 import pytest
 
-from sluice.router import connection
-from sluice.router.server import serve
+from sluice.router.http import connection
+from sluice.router.http.server import serve
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 BODY = b'{"model": "tiny", "prompt": "the cat", "max_tokens": 8}'

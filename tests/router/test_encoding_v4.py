@@ -8,9 +8,9 @@ import random
 import pytest
 
 from sluice.protocol.messages import InvalidRequest
-from sluice.router.conversation import ChatOptions
-from sluice.router.encoding_v4 import Release, V4Format
-from sluice.router.v4_text import EFFORT_BEYOND_MAXIMUM, EFFORT_MAXIMUM
+from sluice.router.text.answers.conversation import ChatOptions
+from sluice.router.text.v4.encoding import Release, V4Format
+from sluice.router.text.v4.words import EFFORT_BEYOND_MAXIMUM, EFFORT_MAXIMUM
 
 BOS, EOS, USER, BOT = (
     "<｜begin▁of▁sentence｜>",

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from sluice.protocol.messages import NodeLost, Refused, TransferFailed
-from sluice.router.dispatch import MAX_FAILURES
+from sluice.router.dispatch.dispatcher import MAX_FAILURES
 
 EOS = 1
 

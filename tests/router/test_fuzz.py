@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from schemathesis import GenerationMode, checks
 
-from sluice.router.openapi import openapi
+from sluice.router.http.openapi import openapi
 
 OPERATIONS = {
     operation.label: operation

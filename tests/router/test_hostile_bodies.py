@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from sluice.router import checkpoint as checkpoint_module
-from sluice.router.v4_text import BOS, CONTROL_TOKENS, EOS
+from sluice.router.text import checkpoint as checkpoint_module
+from sluice.router.text.v4.words import BOS, CONTROL_TOKENS, EOS
 
 JSON_TYPE = {"content-type": "application/json"}
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from sluice.protocol.messages import ChoiceFailed, InvalidRequest
-from sluice.router.v4_text import CONTROL_TOKENS, EOS
+from sluice.router.text.v4.words import CONTROL_TOKENS, EOS
 
 
 def nested(depth):

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from sluice.protocol.messages import FinishReason, Logprobs, NodeLost, TokenChunk
-from sluice.router.inbox import Inbox
+from sluice.router.dispatch.inbox import Inbox
 
 
 def filled(*arrived) -> Inbox:

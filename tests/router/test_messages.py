@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from v4_answers import CALL, answers, named_events
 
-from sluice.router.v4_text import DSML
+from sluice.router.text.v4.words import DSML
 
 WEATHER = {
     "name": "weather",

@@ -14,7 +14,7 @@ import pytest
 import uvloop
 
 from sluice.protocol.messages import InvalidRequest, QueueFull, Unavailable
-from sluice.router.offload import GivenUp, Offload
+from sluice.router.common.offload import GivenUp, Offload
 
 MB = 1 << 20
 LIMIT_S = 0.2
@@ -157,7 +157,7 @@ def test_it_works_under_uvloop():
 
 PARENT = f"""
 import asyncio, os
-from sluice.router.offload import Offload
+from sluice.router.common.offload import Offload
 
 async def main():
     helpers = Offload(2, max_bytes={64 * MB}, max_waiting=8)

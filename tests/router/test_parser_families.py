@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from sluice.router.parser_families import FamilyParser
-from sluice.router.tool_formats import FORMATS, tool_format_of
+from sluice.router.text.families.parser import FamilyParser
+from sluice.router.text.families.tool_formats import FORMATS, tool_format_of
 
 F, G = ("f", {"city": "Zürich ☕", "n": [1, {"a": '}]"\\'}]}), ("g", {})
 CALL_F, CALL_G = (json.dumps({"name": n, "arguments": a}, ensure_ascii=False) for n, a in (F, G))

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from sluice.router.parser_v4 import V4Parser
+from sluice.router.text.v4.parser import V4Parser
 
 OPEN, CLOSE = "<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"
 INVOKE, END_INVOKE = '<｜DSML｜invoke name="{}">\n', "</｜DSML｜invoke>\n"

@@ -9,10 +9,10 @@ import pytest
 from sluice.cache.journal import CacheReport
 from sluice.cache.spec import Full, PoolSpec, unit_tokens
 from sluice.protocol.messages import GenerateRequest, NodeInfo, Role, SamplingParams
-from sluice.router.cached import CachedPrefixes
-from sluice.router.ledger import Ledger
-from sluice.router.policy import MAX_CLAIMS, Policy, Turn
-from sluice.router.prompt import Prompt
+from sluice.router.dispatch.cached import CachedPrefixes
+from sluice.router.dispatch.ledger import Ledger
+from sluice.router.dispatch.policy import MAX_CLAIMS, Policy, Turn
+from sluice.router.dispatch.prompt import Prompt
 
 
 class Node:

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from sluice.cache.spec import Full, PoolSpec
 from sluice.protocol.messages import GenerateRequest, NodeInfo, Role, SamplingParams, Unavailable
-from sluice.router.background import Background
-from sluice.router.nodes import RoutedNode
-from sluice.router.policy import COMMON, Policy
-from sluice.router.prompt import Need, Prompt
-from sluice.router.queue import Pair, WaitingQueue
-from sluice.router.registry import Nodes
+from sluice.router.common.background import Background
+from sluice.router.dispatch.nodes import RoutedNode
+from sluice.router.dispatch.policy import COMMON, Policy
+from sluice.router.dispatch.prompt import Need, Prompt
+from sluice.router.dispatch.queue import Pair, WaitingQueue
+from sluice.router.dispatch.registry import Nodes
 
 PAGE = 16
 SPEC = PoolSpec("pages", (0,), (1,), "float32", 1, PAGE, Full())

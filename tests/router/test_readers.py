@@ -11,13 +11,13 @@ import pytest
 
 from sluice.protocol.config import ModelConfig
 from sluice.protocol.messages import ConfigError, InvalidRequest
-from sluice.router.chat import ChatEncoder
-from sluice.router.checkpoint import read_checkpoint
-from sluice.router.readers import MEDIUM_BYTES, SHORT_BYTES, Readers
-from sluice.router.reading import conversation
-from sluice.router.schemas import ChatRequest
-from sluice.router.server import serve
-from sluice.router.v4_text import BOS, CLOSE_CALLS, CONTROL_TOKENS, EOS, OPEN_CALLS
+from sluice.router.http.server import serve
+from sluice.router.reading.readers import MEDIUM_BYTES, SHORT_BYTES, Readers
+from sluice.router.reading.requests import conversation
+from sluice.router.reading.schemas import ChatRequest
+from sluice.router.text.chat import ChatEncoder
+from sluice.router.text.checkpoint import read_checkpoint
+from sluice.router.text.v4.words import BOS, CLOSE_CALLS, CONTROL_TOKENS, EOS, OPEN_CALLS
 
 LENGTHS = (10, SHORT_BYTES, MEDIUM_BYTES)  # a body is longer than the text in it
 PIECES = [
@@ -185,7 +185,7 @@ async def test_a_text_that_length_alone_refuses_is_not_tokenized(world, kind):
 
 
 async def test_large_bodies_are_held_within_a_limit_and_small_ones_beside_them(world, monkeypatch):
-    monkeypatch.setattr("sluice.router.body.MAX_LARGE_BODIES_BYTES", 1 << 20)
+    monkeypatch.setattr("sluice.router.common.body.MAX_LARGE_BODIES_BYTES", 1 << 20)
     arrived, rest = asyncio.Event(), asyncio.Event()
 
     async def slowly():

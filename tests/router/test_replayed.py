@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice.protocol.messages import InvalidRequest
-from sluice.router.parsing import parse
-from sluice.router.schemas import ChatRequest
+from sluice.router.reading.parsing import parse
+from sluice.router.reading.schemas import ChatRequest
 
 USER = {"role": "user", "content": "the cat"}
 ANSWER = {"role": "assistant", "content": "and the hat"}

@@ -7,8 +7,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from sluice.router.app import create_app
-from sluice.router.server import serve
+from sluice.router.http.app import create_app
+from sluice.router.http.server import serve
 from sluice.router.service import RouterService
 
 TWO = {"router": {"replicas": 2}}

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from v4_answers import CALL, answers, named_events
 
 from sluice.protocol.messages import InvalidRequest
-from sluice.router.responses_request import translate
+from sluice.router.openai.responses.request import translate
 
 EVENT = TypeAdapter(ResponseStreamEvent)
 WEATHER = {

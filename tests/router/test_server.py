@@ -12,8 +12,8 @@ import pytest
 
 from sluice.deploy.http_client import RouterClient
 from sluice.protocol.messages import ConfigError, Unavailable
-from sluice.router import streaming
-from sluice.router.server import bind, serve
+from sluice.router.http.server import bind, serve
+from sluice.router.openai import streaming
 
 
 @pytest.fixture

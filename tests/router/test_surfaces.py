@@ -11,11 +11,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from sluice.protocol.messages import ConfigError
-from sluice.router.admin import admin_routes
-from sluice.router.completions import completion_routes
-from sluice.router.messages_api import messages_routes
-from sluice.router.responses_api import responses_routes
-from sluice.router.schemas import ChatRequest
+from sluice.router.anthropic.api import messages_routes
+from sluice.router.http.admin import admin_routes
+from sluice.router.openai.completions import completion_routes
+from sluice.router.openai.responses.api import responses_routes
+from sluice.router.reading.schemas import ChatRequest
 
 
 def samples(text: str) -> dict[tuple, float]:

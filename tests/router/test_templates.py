@@ -9,8 +9,8 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from sluice.protocol.messages import ConfigError, InvalidRequest
-from sluice.router.conversation import ChatOptions
-from sluice.router.template import TemplateFormat
+from sluice.router.text.answers.conversation import ChatOptions
+from sluice.router.text.families.template import TemplateFormat
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 STYLES = {

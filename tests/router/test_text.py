@@ -7,8 +7,8 @@ import random
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from sluice.router.detokenize import Detokenizer
-from sluice.router.stop import StopFilter
+from sluice.router.text.answers.stop import StopFilter
+from sluice.router.text.detokenize import Detokenizer
 
 
 def pieces_of(tokenizer: Tokenizer, token_ids: list[int], group_size: int = 1) -> list[str]:

@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from sluice.router import nodes, streaming
+from sluice.router.dispatch import nodes
+from sluice.router.openai import streaming
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from sluice.router.v4_text import EOS
+from sluice.router.text.v4.words import EOS
 
 CALL = (
     '\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="weather">\n'
