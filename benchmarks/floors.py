@@ -10,11 +10,11 @@ from dataclasses import dataclass, fields, is_dataclass
 import torch
 from torch import Tensor
 
-from sluice.model.config import LayerType
-from sluice.model.deepseek_v4 import DeepseekV4
-from sluice.model.dense import DenseModel
+from sluice.model.dense.model import DenseModel
 from sluice.model.registry import Model
-from sluice.model.weights import MoeWeights
+from sluice.model.v4.config import LayerType
+from sluice.model.v4.hybrid import DeepseekV4
+from sluice.model.v4.weights import MoeWeights
 
 READ_BYTES = 256 << 20
 MATMUL_SIZE = 1024

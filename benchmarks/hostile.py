@@ -44,8 +44,9 @@ from sluice.benchmarks.hostile_inputs import INPUTS
 from sluice.benchmarks.innocent import Waits, ask, problems, references, stretches
 from sluice.benchmarks.memory import Growth
 from sluice.benchmarks.provenance import RESULTS, print_provenance, provenance, write_csv
-from sluice.deploy import locate, state
-from sluice.deploy.state import Deployment
+from sluice.deploy.commands import locate
+from sluice.deploy.common import state
+from sluice.deploy.common.state import Deployment
 
 CONFIG = Path(__file__).parents[1] / "deploy/configs/2p2d.yaml"
 NAMESPACE = "hostile"

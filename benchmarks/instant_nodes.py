@@ -20,8 +20,8 @@ from typing import Any
 import uvloop
 
 from sluice.cache.spec import Full, PoolSpec
-from sluice.deploy.collector import spare_streams
-from sluice.deploy.logs import log_to_stderr
+from sluice.deploy.common.collector import spare_streams
+from sluice.deploy.common.logs import log_to_stderr
 from sluice.protocol.config import parse_config
 from sluice.protocol.messages import (
     ClusterState,

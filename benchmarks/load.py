@@ -45,8 +45,8 @@ from sluice.benchmarks.load_client import (
 )
 from sluice.benchmarks.memory import Sample, growth, sample
 from sluice.benchmarks.provenance import RESULTS, print_provenance, provenance, write_csv
-from sluice.deploy import locate
-from sluice.deploy.state import Deployment
+from sluice.deploy.commands import locate
+from sluice.deploy.common.state import Deployment
 
 MODEL = Path(__file__).parents[1] / "deploy/models/tiny-v4"
 NAMESPACE = "load"

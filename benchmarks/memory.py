@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sluice.deploy.state import Deployment
+from sluice.deploy.common.state import Deployment
 
 SAMPLE_EVERY_S = 2.0
 

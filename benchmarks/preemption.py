@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
+from sluice.benchmarks.in_process import InProcess
 from sluice.benchmarks.provenance import RESULTS, print_provenance, provenance, write_csv
-from sluice.deploy.in_process import InProcess
 from sluice.engine.runner import Runner
 from sluice.model.registry import Model, load_model
 from sluice.protocol.config import RoleConfig, SluiceConfig, parse_config

@@ -23,9 +23,9 @@ from sluice.engine.batch import Chunk
 from sluice.engine.graphs import DecodeSteps
 from sluice.engine.request import Request
 from sluice.engine.runner import Runner
-from sluice.model.inputs import ForwardInputs
+from sluice.model.common.inputs import ForwardInputs
 from sluice.model.registry import Model
-from sluice.model.step import Pools
+from sluice.model.v4.step import Pools
 from sluice.prefill_node.scheduler import Job, PrefillScheduler
 from sluice.protocol.messages import PageGrant, PrefillResult, SamplingParams
 

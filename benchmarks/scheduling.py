@@ -33,7 +33,7 @@ from sluice.benchmarks.replay import ModelFreeRunner, compute, make_job, make_sc
 from sluice.cache.manager import CacheManager
 from sluice.cache.spec import tables_of
 from sluice.decode_node.node import DecodeNode
-from sluice.deploy.collector import spare_streams
+from sluice.deploy.common.collector import spare_streams
 from sluice.engine.batch import build_inputs
 from sluice.engine.request import Request
 from sluice.model.presets import preset_pools

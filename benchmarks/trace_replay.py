@@ -45,8 +45,8 @@ from sluice.benchmarks.traces import Trace, read_trace
 from sluice.benchmarks.whole_prefix_lru import WholePrefixLru, replay_whole_prefixes
 from sluice.cache.manager import CacheManager
 from sluice.engine.runner import RESUME_SHARE
-from sluice.model.pools import replay_tokens
 from sluice.model.presets import V4_FLASH, preset_pools
+from sluice.model.v4.pools import replay_tokens
 from sluice.prefill_node.scheduler import PrefillScheduler
 from sluice.protocol.config import RoleConfig
 

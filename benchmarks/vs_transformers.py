@@ -39,13 +39,13 @@ from sluice.engine.batch import Chunk
 from sluice.engine.request import Request
 from sluice.engine.runner import Runner
 from sluice.kernels.cpu import compiled
-from sluice.model.config import LayerType, MlpType
-from sluice.model.deepseek_v4 import DeepseekV4
-from sluice.model.dense import DenseModel
-from sluice.model.gguf_file import find_gguf
-from sluice.model.gguf_import import import_gguf
+from sluice.model.dense.model import DenseModel
+from sluice.model.gguf.file import find_gguf
+from sluice.model.gguf.importing import import_gguf
 from sluice.model.make_checkpoint import TINY, make_checkpoint
 from sluice.model.registry import load_model
+from sluice.model.v4.config import LayerType, MlpType
+from sluice.model.v4.hybrid import DeepseekV4
 from sluice.protocol.config import RoleConfig
 from sluice.protocol.messages import SamplingParams
 

@@ -17,12 +17,13 @@ import typer
 from rich.markup import escape
 from rich.progress import Progress
 
-from sluice.deploy import chat as conversation
-from sluice.deploy import detach, locate, preflight, state
-from sluice.deploy.display import UpDisplay, announce, status_table
-from sluice.deploy.http_client import RouterClient
-from sluice.deploy.prose import paragraphs
-from sluice.deploy.reporting import reporting, stderr, stdout
+from sluice.deploy.commands import chat as conversation
+from sluice.deploy.commands import detach, locate, preflight
+from sluice.deploy.commands.display import UpDisplay, announce, status_table
+from sluice.deploy.commands.prose import paragraphs
+from sluice.deploy.common import state
+from sluice.deploy.common.http_client import RouterClient
+from sluice.deploy.common.reporting import reporting, stderr, stdout
 from sluice.protocol.config import SluiceConfig, load_config, with_prefix_secret
 from sluice.protocol.messages import ConfigError, NodeError, Role
 from sluice.protocol.reading import read_text, reading
@@ -66,7 +67,7 @@ def up(
     if detached:
         _up_detached(config, settings)
         return
-    from sluice.deploy.supervisor import supervise
+    from sluice.deploy.commands.supervisor import supervise
 
     display = UpDisplay(stdout)
     try:
@@ -193,7 +194,7 @@ def compare(
     debug: Debug = False,
 ) -> None:
     """Send the same prompts through two deployments: same answers? at what cost?"""
-    from sluice.deploy import compare as comparison
+    from sluice.deploy.compare import compare as comparison
 
     a = comparison.make_side("A", config_a, url_a)
     b = comparison.make_side("B", config_b, url_b)
@@ -255,8 +256,8 @@ def import_gguf(
     debug: Debug = False,
 ) -> None:
     """Convert a GGUF file to a checkpoint folder, exactly: float32 takes 4 bytes a weight."""
-    from sluice.model.gguf_file import find_gguf  # loads numpy
-    from sluice.model.gguf_import import import_gguf as convert
+    from sluice.model.gguf.file import find_gguf  # loads numpy
+    from sluice.model.gguf.importing import import_gguf as convert
 
     file = find_gguf(source)
     with Progress(*Progress.get_default_columns(), console=stderr) as progress:

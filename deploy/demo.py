@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from sluice.deploy import detach, preflight
-from sluice.deploy.chat import answer
-from sluice.deploy.demo_traffic import traffic_table
-from sluice.deploy.http_client import RouterClient
-from sluice.deploy.recall import RecallTask, recall_task
-from sluice.deploy.reporting import EXIT_FAILED, reporting, stderr, stdout
+from sluice.deploy.commands import detach, preflight
+from sluice.deploy.commands.chat import answer
+from sluice.deploy.commands.demo_traffic import traffic_table
+from sluice.deploy.commands.recall import RecallTask, recall_task
+from sluice.deploy.common.http_client import RouterClient
+from sluice.deploy.common.reporting import EXIT_FAILED, reporting, stderr, stdout
 from sluice.protocol.config import load_config
 from sluice.protocol.messages import ConfigError
 
@@ -111,8 +111,8 @@ def _describe(task: RecallTask, num_tokens: int, seed: int) -> None:
 
 def _import_smollm2() -> None:
     """Make the checkpoint folder out of the GGUF that was installed, the first time."""
-    from sluice.model.gguf_file import find_gguf
-    from sluice.model.gguf_import import import_gguf
+    from sluice.model.gguf.file import find_gguf
+    from sluice.model.gguf.importing import import_gguf
 
     folder = load_config(TALK_CONFIG).model.path
     if not folder.exists():

@@ -11,7 +11,7 @@ import torch
 
 from sluice.cache.manager import CacheManager, PageTable
 from sluice.engine.request import Request
-from sluice.model.inputs import ForwardInputs
+from sluice.model.common.inputs import ForwardInputs
 
 ITEM_BYTES = np.dtype(np.int64).itemsize
 

@@ -30,7 +30,7 @@ from sluice.cache.spec import TableSpec
 from sluice.engine.batch import Chunk
 from sluice.kernels.capture import Capture, NotRepeatable
 from sluice.kernels.cpu import FEW_ROWS
-from sluice.model.inputs import ForwardInputs, PoolView
+from sluice.model.common.inputs import ForwardInputs, PoolView
 from sluice.model.registry import Model
 
 log = logging.getLogger(__name__)

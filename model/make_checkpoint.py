@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sluice.model.config import DeepseekV4Config, LayerType, MlpType, YarnConfig
-from sluice.model.inventory import tensor_shapes
 from sluice.model.tokenizer import PAD_TOKEN_ID, write_tokenizer
+from sluice.model.v4.config import DeepseekV4Config, LayerType, MlpType, YarnConfig
+from sluice.model.v4.inventory import tensor_shapes
 
 LOGIT_STD = 0.7
 

@@ -7,8 +7,8 @@ from typing import Literal
 
 from sluice.cache.row_format import RowFormat
 from sluice.cache.spec import PoolSpec
-from sluice.model.config import DeepseekV4Config, LayerType, MlpType, YarnConfig
-from sluice.model.pools import declare
+from sluice.model.v4.config import DeepseekV4Config, LayerType, MlpType, YarnConfig
+from sluice.model.v4.pools import declare
 from sluice.protocol.messages import ConfigError
 
 _SLIDING, _CSA, _HCA = LayerType.SLIDING, LayerType.CSA, LayerType.HCA

@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from sluice.cache.spec import PoolSpec
-from sluice.model.config import DeepseekV4Config, parse_config, read_json
-from sluice.model.dense_config import DENSE_ARCHITECTURES, DenseConfig, parse_dense_config
-from sluice.model.dense_pools import declare_dense
-from sluice.model.fields import Fields
-from sluice.model.pools import declare, declare_native
+from sluice.model.common.fields import Fields, read_json
+from sluice.model.dense.config import DENSE_ARCHITECTURES, DenseConfig, parse_dense_config
+from sluice.model.dense.pools import declare_dense
+from sluice.model.v4.config import DeepseekV4Config, parse_config
+from sluice.model.v4.pools import declare, declare_native
 from sluice.protocol.messages import ConfigError
 from sluice.protocol.reading import shown
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
 
-    from sluice.model.inputs import ForwardInputs, PoolView
+    from sluice.model.common.inputs import ForwardInputs, PoolView
 
 DTYPES = ("float32", "bfloat16")  # of weights, activations and cached vectors
 
@@ -81,8 +81,8 @@ class Family:
 def _load_deepseek_v4(
     path: Path, config: DeepseekV4Config, specs: Specs, dtype: dtype, device: str, stored: bool
 ) -> Model:
-    from sluice.model.deepseek_v4 import DeepseekV4
-    from sluice.model.native import planner_for
+    from sluice.model.v4.hybrid import DeepseekV4
+    from sluice.model.v4.native import planner_for
 
     plan = planner_for(specs, config, dtype)
     return DeepseekV4.load(
@@ -94,7 +94,7 @@ def _load_dense(
     path: Path, config: DenseConfig, specs: Specs, dtype: dtype, device: str, stored: bool
 ) -> Model:
     """Quantised weights are refused, so there is nothing to choose."""
-    from sluice.model.dense import DenseModel
+    from sluice.model.dense.model import DenseModel
 
     return DenseModel.load(path, config, specs, dtype=dtype, device=device)
 

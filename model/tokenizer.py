@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from sluice.model.config import DeepseekV4Config
+from sluice.model.v4.config import DeepseekV4Config
 from sluice.protocol.messages import ConfigError
 
 SPECIAL_TOKENS = (

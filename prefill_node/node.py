@@ -33,7 +33,7 @@ from sluice.engine.metrics import NodeMetrics
 from sluice.engine.request import Request
 from sluice.engine.routers import Routers
 from sluice.engine.runner import Runner
-from sluice.model.pool_rows import convert_rows
+from sluice.model.v4.pool_rows import convert_rows
 from sluice.prefill_node.acquaintances import Acquaintances
 from sluice.prefill_node.scheduler import Job, PrefillScheduler
 from sluice.protocol.config import SluiceConfig

@@ -45,6 +45,22 @@ ROOMS = {
         "anthropic": {"", "common", "openai", "text.answers", "reading"},
         "http": {"", "common", "canary", "openai", "openai.responses", "anthropic", "reading"},
     },
+    "deploy": {
+        "common": set(),
+        "cluster": {"common"},
+        "controller": {"common"},
+        "actors": {"common", "cluster", "controller"},
+        "commands": {"common", "cluster", "actors"},
+        "compare": {"common", "commands"},
+        "": {"common", "commands", "compare"},
+    },
+    "model": {
+        "common": set(),
+        "v4": {"common"},
+        "dense": {"common"},
+        "gguf": {"common"},
+        "": {"common", "v4", "dense"},
+    },
 }
 MAX_FILES = 13  # of a room
 TORCH_FREE = (

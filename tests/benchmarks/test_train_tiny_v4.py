@@ -14,35 +14,35 @@ from tokenizers import Tokenizer
 from transformers import DeepseekV4ForCausalLM
 from transformers.utils import logging
 
-from sluice.benchmarks.train_tiny_v4 import SHIPPED, make_trained_checkpoint
-from sluice.benchmarks.training_corpus import (
+from sluice.benchmarks.training.corpus import (
     HELD_OUT_SHARE,
     NAMES,
     Corpus,
     Phrases,
     tokenizer_texts,
 )
-from sluice.benchmarks.training_documents import ANSWER, DocumentMaker
-from sluice.benchmarks.training_forward import Rows, training_forward
-from sluice.benchmarks.training_loop import STAGES, Budget
-from sluice.benchmarks.training_measures import recall
-from sluice.benchmarks.training_model import save_checkpoint, starting_model
-from sluice.benchmarks.training_optimizer import orthogonalized
-from sluice.benchmarks.training_texts import (
+from sluice.benchmarks.training.documents import ANSWER, DocumentMaker
+from sluice.benchmarks.training.forward import Rows, training_forward
+from sluice.benchmarks.training.loop import STAGES, Budget
+from sluice.benchmarks.training.measures import recall
+from sluice.benchmarks.training.model import save_checkpoint, starting_model
+from sluice.benchmarks.training.optimizer import orthogonalized
+from sluice.benchmarks.training.texts import (
     BIBLE,
     DICTIONARIES,
     NOVELS,
     packaged_texts,
     shipped_texts,
 )
+from sluice.benchmarks.training.train_tiny_v4 import SHIPPED, make_trained_checkpoint
 from sluice.cache.pools import allocate_pools
 from sluice.cache.spec import tables_of
-from sluice.deploy.recall import recall_task
-from sluice.model.config import read_config
-from sluice.model.inputs import ForwardInputs
+from sluice.deploy.commands.recall import recall_task
+from sluice.model.common.inputs import ForwardInputs
 from sluice.model.make_checkpoint import TINY
 from sluice.model.registry import load_model
 from sluice.model.tokenizer import write_tokenizer
+from sluice.model.v4.config import read_config
 from sluice.protocol.messages import ConfigError
 
 CONFIG = dataclasses.replace(TINY, vocab_size=2048)

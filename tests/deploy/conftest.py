@@ -18,7 +18,8 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from sluice.cache.spec import Full, PoolSpec
-from sluice.deploy import ray_environment, state
+from sluice.deploy.cluster import environment as ray_environment
+from sluice.deploy.common import state
 from sluice.protocol.config import parse_config
 from sluice.protocol.messages import NodeInfo, NodeLost, Role, RouterStatus
 

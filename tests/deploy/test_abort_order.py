@@ -18,7 +18,7 @@ import os
 import pytest
 from tqdm import tqdm
 
-from sluice.deploy import ray_environment
+from sluice.deploy.cluster import environment as ray_environment
 from sluice.model.make_checkpoint import TINY, make_checkpoint
 from sluice.protocol.config import parse_config
 from sluice.protocol.messages import GenerateRequest, SamplingParams
@@ -48,8 +48,8 @@ async def deployment(config):
     import ray
     from ray.cluster_utils import Cluster
 
-    from sluice.deploy.clients import RayDecodeClient, RayPrefillClient
-    from sluice.deploy.node_actors import DecodeActor, PrefillActor
+    from sluice.deploy.actors.clients import RayDecodeClient, RayPrefillClient
+    from sluice.deploy.actors.node_actors import DecodeActor, PrefillActor
     from sluice.router.common.background import Background
     from sluice.router.dispatch.dispatcher import Dispatcher
     from sluice.router.dispatch.policy import Policy

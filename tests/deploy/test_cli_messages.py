@@ -15,10 +15,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from sluice.deploy import state
 from sluice.deploy.cli import app
-from sluice.deploy.preflight import GPU_DRIVERS
-from sluice.deploy.reporting import reporting
+from sluice.deploy.commands.preflight import GPU_DRIVERS
+from sluice.deploy.common import state
+from sluice.deploy.common.reporting import reporting
 from sluice.protocol.messages import ConfigError
 from sluice.protocol.reading import reading
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from sluice.deploy import compare_plot
-from sluice.deploy.compare import compare, make_side
-from sluice.deploy.compare_measures import Measure, PoolCost, decode_specs, measure
-from sluice.deploy.compare_prompts import Prompt, passages, read_prompts
-from sluice.deploy.compare_result import pair_up
-from sluice.deploy.http_client import RouterClient
+from sluice.deploy.common.http_client import RouterClient
+from sluice.deploy.compare import plot as compare_plot
+from sluice.deploy.compare.compare import compare, make_side
+from sluice.deploy.compare.measures import Measure, PoolCost, decode_specs, measure
+from sluice.deploy.compare.prompts import Prompt, passages, read_prompts
+from sluice.deploy.compare.result import pair_up
 from sluice.protocol.config import load_config
 from sluice.protocol.messages import ConfigError, SluiceError
 

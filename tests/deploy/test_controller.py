@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from sluice.deploy import controller as controller_module
-from sluice.deploy import router_keeper, unplaced
-from sluice.deploy.controller import Controller
+from sluice.deploy.controller import controller as controller_module
+from sluice.deploy.controller import router_keeper, unplaced
+from sluice.deploy.controller.controller import Controller
 from sluice.protocol.messages import (
     ConfigError,
     IncompatiblePeers,

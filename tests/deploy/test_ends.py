@@ -6,11 +6,12 @@ import sys
 
 import pytest
 
-from sluice.deploy import detach, state
+from sluice.deploy.commands import detach
+from sluice.deploy.common import state
 
 SUPERVISOR = """
 import os, signal, sys
-from sluice.deploy import state
+from sluice.deploy.common import state
 num_deaf = int(sys.argv[1])  # signals that it does not heed
 def on_signal(*_):
     global num_deaf
@@ -27,7 +28,7 @@ with state.hold("box"):
 
 ACTOR = """
 import asyncio, threading, time
-from sluice.deploy.termination import Leaving
+from sluice.deploy.common.termination import Leaving
 
 class Busy(Leaving):
     limit_s = 1

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sluice.deploy import preflight
-from sluice.deploy.placement import ROUTER
-from sluice.deploy.prose import paragraphs
-from sluice.deploy.recall import recall_task
+from sluice.deploy.cluster.placement import ROUTER
+from sluice.deploy.commands import preflight
+from sluice.deploy.commands.prose import paragraphs
+from sluice.deploy.commands.recall import recall_task
 from sluice.protocol.config import load_config, parse_config
 from sluice.protocol.messages import Role
 

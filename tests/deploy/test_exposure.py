@@ -8,8 +8,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sluice.deploy import ray_environment, state
-from sluice.deploy.interfaces import bound, check_interface, interface_of
+from sluice.deploy.cluster import environment as ray_environment
+from sluice.deploy.cluster.interfaces import bound, check_interface, interface_of
+from sluice.deploy.common import state
 from sluice.protocol.config import parse_config
 from sluice.protocol.messages import ConfigError
 

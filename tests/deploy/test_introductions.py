@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from sluice.deploy import controller as controller_module
-from sluice.deploy import introductions, router_keeper
-from sluice.deploy.controller import Controller
+from sluice.deploy.controller import controller as controller_module
+from sluice.deploy.controller import introductions, router_keeper
+from sluice.deploy.controller.controller import Controller
 from sluice.protocol.messages import NodeError, Role, TransferFailed
 
 
@@ -107,7 +107,7 @@ async def test_whatever_broke_meanwhile_all_know_all_once_it_is_mended(
     """Nodes and routers freeze, fail and die while roles are scaled and nodes drained."""
     monkeypatch.setattr(controller_module, "STABLE_S", 0.0)  # no long pauses
     monkeypatch.setattr(controller_module, "RELIEF_LIMIT_S", 0.05)
-    monkeypatch.setattr("sluice.deploy.backoff.FIRST_DELAY_S", 0.005)
+    monkeypatch.setattr("sluice.deploy.common.backoff.FIRST_DELAY_S", 0.005)
     controller, _ = await start(prefill=2, decode=2, routers=2)
     for _ in range(60):
         await one_fault(controller, launcher, rng)

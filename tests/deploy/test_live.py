@@ -15,7 +15,7 @@ import pytest
 
 from sluice.benchmarks import load
 from sluice.benchmarks.load_client import bad_clients
-from sluice.deploy.recall import recall_task
+from sluice.deploy.commands.recall import recall_task
 
 pytestmark = pytest.mark.live
 

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from sluice.deploy.logs import JsonLines, TextLines
+from sluice.deploy.common.logs import JsonLines, TextLines
 from sluice.router.common.events import log_event
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from sluice.deploy import state
+from sluice.deploy.common import state
 
 pytestmark = pytest.mark.live
 

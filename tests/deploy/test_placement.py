@@ -3,8 +3,8 @@
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
-from sluice.deploy import ray_errors
-from sluice.deploy.placement import (
+from sluice.deploy.cluster import errors as ray_errors
+from sluice.deploy.cluster.placement import (
     HostResources,
     check_gpus,
     demand_of,

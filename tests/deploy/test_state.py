@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from sluice.deploy import state
+from sluice.deploy.common import state
 from sluice.protocol.messages import ConfigError
 
 HOLDER = """
 import sys, time
-from sluice.deploy import state
+from sluice.deploy.common import state
 with state.hold("box"):
     state.write(state.Deployment("box", 1, "config.yaml", "m", "http://there", ready=True))
     print("held", flush=True)

@@ -23,7 +23,7 @@ import httpx
 import pytest
 import yaml
 
-from sluice.deploy.in_process import InProcess
+from sluice.benchmarks.in_process import InProcess
 from sluice.protocol.config import load_config
 from sluice.router.http.app import create_app
 

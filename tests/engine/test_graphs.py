@@ -143,7 +143,7 @@ def fake_device(monkeypatch):
     """
     monkeypatch.setattr("sluice.kernels.launch.INTERPRETED", True)  # kernels run on CPU tensors
     monkeypatch.setattr(triton.runtime.JITFunction, "run", lambda *args, **kwargs: None)
-    monkeypatch.setattr("sluice.model.placement.EXACT_ON", ())
+    monkeypatch.setattr("sluice.model.v4.placement.EXACT_ON", ())
     return FakeTensorMode()
 
 
@@ -206,7 +206,7 @@ def test_nor_does_a_step_that_mixes_prompts_with_decode(fake_device, model):
     "wait", [lambda x: x.sum().item(), lambda x: x.tolist(), lambda x: x[x > 0]]
 )
 def test_a_step_that_looks_at_numbers_is_caught(fake_device, model, monkeypatch, wait):
-    from sluice.model import attention
+    from sluice.model.v4 import attention
 
     def looking(x, *args):
         wait(x)

@@ -10,7 +10,7 @@ import torch
 
 from sluice.cache.pools import NULL_PAGE, allocate_pools
 from sluice.cache.spec import tables_of
-from sluice.model.inputs import ForwardInputs
+from sluice.model.common.inputs import ForwardInputs
 from sluice.model.make_checkpoint import make_checkpoint
 from sluice.model.registry import load_model
 

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from sluice.kernels import codes
-from sluice.model.config import LayerType, MlpType
 from sluice.model.make_checkpoint import TINY, make_checkpoint, random_tensors, transformers_config
+from sluice.model.v4.config import LayerType, MlpType
 
 # Blocks that are not full, and several of them; 128 is what FP8 experts need to stay as stored.
 RELEASED = dataclasses.replace(TINY, hidden_size=160, q_lora_rank=48, expert_width=128)

@@ -7,12 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sluice.model.checkpoint import official_name, read_weights
-from sluice.model.config import LayerType
-from sluice.model.inventory import tensor_shapes
+from sluice.model.common.checkpoint import official_name, read_weights
+from sluice.model.common.weight_files import fingerprint
 from sluice.model.make_checkpoint import TINY, make_checkpoint, random_tensors, saved_name
 from sluice.model.registry import load_model
-from sluice.model.weight_files import fingerprint
+from sluice.model.v4.config import LayerType
+from sluice.model.v4.inventory import tensor_shapes
 from sluice.protocol.messages import ConfigError
 
 FILE = "model.safetensors"

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from sluice.model.config import LayerType, parse_config
 from sluice.model.make_checkpoint import TINY, make_checkpoint, transformers_config
 from sluice.model.presets import V4_FLASH, V4_PRO
 from sluice.model.registry import declare_pools, describe
+from sluice.model.v4.config import LayerType, parse_config
 from sluice.protocol.messages import ConfigError
 
 OFFICIAL = {  # as DeepSeek publishes it, for Flash

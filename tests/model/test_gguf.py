@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, pre_tokenizers
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
-from sluice.model.gguf_file import find_gguf
-from sluice.model.gguf_import import import_gguf
+from sluice.model.gguf.file import find_gguf
+from sluice.model.gguf.importing import import_gguf
 from sluice.model.registry import load_model
 from sluice.protocol.messages import ConfigError
 
@@ -149,7 +149,7 @@ def test_qwen_files_are_not_reordered_and_keep_biases_and_norms(kind, tmp_path, 
 
 
 def test_large_files_are_split_and_read_back(tmp_path, driver, monkeypatch):
-    monkeypatch.setattr("sluice.model.gguf_import.SHARD_BYTES", 50_000)
+    monkeypatch.setattr("sluice.model.gguf.importing.SHARD_BYTES", 50_000)
     model = random_model(LlamaConfig)
     expected = write_gguf(tmp_path / "m.gguf", model)
     steps = []

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from sluice.cache.spec import Full
-from sluice.model.config import LayerType, read_config
 from sluice.model.make_checkpoint import TINY
-from sluice.model.pools import declare, declare_native
 from sluice.model.presets import PRESETS, preset_pools
 from sluice.model.registry import declare_pools, load_model
+from sluice.model.v4.config import LayerType, read_config
+from sluice.model.v4.pools import declare, declare_native
 
 TRAINED = Path(__file__).parents[2] / "deploy" / "models" / "tiny-v4"
 

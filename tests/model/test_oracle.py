@@ -6,8 +6,8 @@ import random
 import pytest
 import torch
 
-from sluice.model.config import LayerType, MlpType, YarnConfig
 from sluice.model.make_checkpoint import TINY
+from sluice.model.v4.config import LayerType, MlpType, YarnConfig
 
 TOLERANCE = 1e-4
 
@@ -117,7 +117,7 @@ def test_ragged_batches_equal_each_request_alone(seed, oracle, driver):
 
 def test_padded_lists_give_the_same_as_exact_ones(oracle, driver, monkeypatch):
     """As on a device where no shape may depend on data."""
-    monkeypatch.setattr("sluice.model.placement.EXACT_ON", ())
+    monkeypatch.setattr("sluice.model.v4.placement.EXACT_ON", ())
     model, full_forward = oracle(TINY, 11)
     first, second = list(range(60)), list(range(300, 345))
     run = driver(model)

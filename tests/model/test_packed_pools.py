@@ -12,9 +12,9 @@ import torch
 
 from sluice.cache.row_format import RowFormat
 from sluice.engine.runner import role_specs
-from sluice.model.pools import declare
 from sluice.model.presets import V4_FLASH
 from sluice.model.registry import load_model
+from sluice.model.v4.pools import declare
 from sluice.protocol.config import PoolConfig, RoleConfig
 from sluice.protocol.messages import ConfigError
 

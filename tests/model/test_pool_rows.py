@@ -8,8 +8,8 @@ from sluice.cache.row_format import RowFormat
 from sluice.cache.spec import Full, PoolSpec
 from sluice.kernels.formats import read_rows
 from sluice.kernels.packed_rows import PackedRows
-from sluice.model.inputs import ForwardInputs
-from sluice.model.pool_rows import matched, source, store
+from sluice.model.common.inputs import ForwardInputs
+from sluice.model.v4.pool_rows import matched, source, store
 
 FP8 = RowFormat("fp8", 24, 8, tile=16, code="e4m3", scale="ue8m0")
 FP4 = RowFormat("fp4", 32, 0, tile=32, code="e2m1", scale="ue8m0", rotated=True)

@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 
 from sluice.cache.spec import Full, tables_of
-from sluice.model.config import LayerType
 from sluice.model.make_checkpoint import TINY
-from sluice.model.pools import declare
 from sluice.model.presets import V4_FLASH, preset_pools
+from sluice.model.v4.config import LayerType
+from sluice.model.v4.pools import declare
 from sluice.protocol.messages import ConfigError
 
 

@@ -17,11 +17,11 @@ from released import (
 
 from sluice.engine.runner import Runner
 from sluice.kernels.matmul import BlockScaled
-from sluice.model.checkpoint import read_weights
-from sluice.model.config import parse_config
-from sluice.model.inventory import tensor_shapes
+from sluice.model.common.checkpoint import read_weights
 from sluice.model.presets import V4_FLASH
 from sluice.model.registry import load_model
+from sluice.model.v4.config import parse_config
+from sluice.model.v4.inventory import tensor_shapes
 from sluice.protocol.config import parse_config as config_of
 from sluice.protocol.messages import ConfigError, Role
 

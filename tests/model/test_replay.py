@@ -8,8 +8,8 @@ import torch
 
 from sluice.cache.spec import Block, Full, PoolSpec, Window
 from sluice.model.make_checkpoint import TINY, make_checkpoint
-from sluice.model.pools import replay_tokens
 from sluice.model.registry import load_model
+from sluice.model.v4.pools import replay_tokens
 
 UNIT_TOKENS = 32  # of the tiny checkpoint's Full pools
 

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from sluice.deploy.in_process import InProcess
+from sluice.benchmarks.in_process import InProcess
 from sluice.protocol.messages import GenerateRequest, SamplingParams
 
 SMALL = {"prefix_cache": True, "resume_every_tokens": 32, "cache_bytes": 1_300_000}

@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client.parser import text_string_to_metric_families
 
-from sluice.deploy.in_process import InProcess
+from sluice.benchmarks.in_process import InProcess
 from sluice.protocol import tracing
 from sluice.router.http.app import create_app
 

@@ -10,10 +10,10 @@ import transformers
 from tokenizers import pre_tokenizers
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from sluice.deploy import preflight
-from sluice.deploy.prose import paragraphs
-from sluice.model.gguf_file import find_gguf
-from sluice.model.gguf_import import import_gguf
+from sluice.deploy.commands import preflight
+from sluice.deploy.commands.prose import paragraphs
+from sluice.model.gguf.file import find_gguf
+from sluice.model.gguf.importing import import_gguf
 from sluice.protocol.config import ModelConfig, load_config
 from sluice.protocol.messages import ConfigError, GenerateRequest, SamplingParams
 from sluice.router.text.chat import ChatEncoder

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from sluice.engine.runner import role_specs
-from sluice.model.pool_rows import convert_rows
+from sluice.model.v4.pool_rows import convert_rows
 
 PAGES = {"swa_kv": 3, "c4_kv": 16, "c4_index_k": 96, "c128_kv": 16, "c4_state": 12}
 PACKED = {"swa_kv": "fp8_v4", "c4_kv": "bfloat16", "c128_kv": "fp8_v4", "c4_index_k": "fp4"}

@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from sluice.deploy.http_client import RouterClient
+from sluice.deploy.common.http_client import RouterClient
 from sluice.protocol.messages import ConfigError, Unavailable
 from sluice.router.http.server import bind, serve
 from sluice.router.openai import streaming

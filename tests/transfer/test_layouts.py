@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from sluice.model.make_checkpoint import TINY
-from sluice.model.pool_rows import convert_rows
-from sluice.model.pools import declare
+from sluice.model.v4.pool_rows import convert_rows
+from sluice.model.v4.pools import declare
 from sluice.protocol.messages import IncompatiblePeers, Role
 from sluice.transfer.local_transport import LocalTransport
 from sluice.transfer.plan import rows_to_receive
