@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test test-hosts test-clients gpu-check lint types format install check clean
+.PHONY: demo test test-hosts test-clients gpu-check docs lint types format install check clean
 
 demo: install
 	$(BIN)/python -m sluice.deploy.demo
@@ -32,6 +32,10 @@ LIST_CLIENTS := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb")
 	.venv-clients/bin/pip install -q -r .venv-clients/requirements.txt
 	npm install --silent --prefix .venv-clients ai @ai-sdk/openai-compatible zod
 	@touch $@
+
+# The parts of docs/ that are made of the config's model and of benchmarks/results/.
+docs: install
+	$(BIN)/python -m sluice.benchmarks.documents
 
 check: lint test
 

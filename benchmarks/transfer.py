@@ -1,6 +1,6 @@
 """How fast a request's pages move, beside one raw NIXL write of as many bytes.
 
-    sluice bench transfer [--tokens 2048 --tokens 8192 ...] [--repeats 7]
+    python -m sluice.benchmarks.transfer [--tokens 2048 --tokens 8192 ...] [--repeats 7]
 
 Two processes on this machine, the pools of DeepSeek-V4-Flash at their real row sizes (packed fp8
 rows, fp4 index keys) at scattered pages, no weights. In turn, in one run:
@@ -131,8 +131,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     console = Console()
     lengths = given.tokens or LENGTHS_TOKENS
-    command = " ".join(["sluice bench transfer", *(f"--tokens {n}" for n in given.tokens or ())])
-    origin = provenance(f"{command} --repeats {given.repeats}")
+    tokens = "".join(f" --tokens {n}" for n in given.tokens or ())
+    command = f"python -m sluice.benchmarks.transfer{tokens} --repeats {given.repeats}"
+    origin = provenance(command)
     print_provenance(console, origin)
     results = [line for num_tokens in lengths for line in measure(num_tokens, given.repeats)]
     table = Table(

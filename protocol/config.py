@@ -1,7 +1,7 @@
 """The whole configuration of a deployment: one frozen tree, read from one YAML file.
 
 Unknown keys are refused with the nearest known name; every value has its unit in its name, a
-default and one line that says what it does.
+default and one line that says what it does, which docs/configuration.md is made of.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ Seconds = Annotated[float, Field(gt=0, le=1e7)]
 class Section(BaseModel):
     """A part of the config: immutable, and closed to unknown keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
     @field_validator("*", mode="before")
     @classmethod
@@ -66,15 +68,26 @@ AnySection = TypeVar("AnySection", bound=Section)
 
 
 class ModelConfig(Section):
-    path: Path  # checkpoint folder: config.json, *.safetensors, tokenizer.json
-    name: str = ""  # name in the API; default: the folder's name
-    cache_path: Literal["auto", "hybrid", "native"] = "auto"  # pools; auto: hybrid where there are
-    dtype: Literal["float32", "bfloat16"] = "float32"  # weights and activations
-    weights: Literal["stored", "dequantized"] = "stored"  # FP8 and FP4 ones: codes, or in dtype
-    max_model_len: Tokens | None = None  # tokens; default: what the checkpoint allows
-    v4_release: Literal["auto", "original", "v0731"] = "auto"  # whose reasoning efforts are written
-    # How a model with its own chat template writes tool calls; auto: as the template's text tells.
+    """The checkpoint, and how it is computed."""
+
+    path: Path
+    """Checkpoint folder: config.json, *.safetensors, tokenizer.json."""
+    name: str = ""
+    """Name in the API; default: the folder's name."""
+    cache_path: Literal["auto", "hybrid", "native"] = "auto"
+    """Compressed pools, or one pool of raw rows; auto: hybrid where the model has it."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Weights and activations."""
+    weights: Literal["stored", "dequantized"] = "stored"
+    """Of a quantised checkpoint: its codes, and what they multiply rounded as in the release; or
+    exactly, in `dtype`."""
+    max_model_len: Tokens | None = None
+    """Tokens of prompt and output together; default: what the checkpoint allows."""
+    v4_release: Literal["auto", "original", "v0731"] = "auto"
+    """DeepSeek-V4: whose reasoning efforts are written; auto: as the encoder in the checkpoint's
+    folder tells."""
     tool_format: Literal["auto", "none", "hermes", "llama3_json", "mistral"] = "auto"
+    """How a model with its own chat template writes calls; auto: as the template's text tells."""
 
     @property
     def served_name(self) -> str:
@@ -85,24 +98,43 @@ class PoolConfig(Section):
     """A role's own layout of one pool; what is not given comes from the model's declaration."""
 
     tokens_per_page: Tokens | None = None
+    """Span of a page."""
     dtype: str | None = None
+    """`float32`, `bfloat16`, or packed: of window and compressed rows `fp8_v4` (584 bytes at V4's
+    shapes), of index keys `fp8` (132) or `fp4` (68)."""
     device: Literal["cpu", "cuda", "host"] | None = None
+    """Where the pool lies."""
 
 
 class RoleConfig(Section):
-    replicas: int = Field(1, ge=0, le=1024)  # nodes to start with
-    min_replicas: int = Field(0, ge=0, le=1024)  # lower limit for scaling
-    max_replicas: int = Field(16, ge=1, le=1024)  # upper limit for scaling
+    """The nodes of one role."""
+
+    replicas: int = Field(1, ge=0, le=1024)
+    """Nodes to start with."""
+    min_replicas: int = Field(0, ge=0, le=1024)
+    """Lower limit for scaling."""
+    max_replicas: int = Field(16, ge=1, le=1024)
+    """Upper limit for scaling."""
     device: Literal["cpu", "cuda"] = "cpu"
-    cache_bytes: Bytes = 256 << 20  # memory for all pools of one node
+    """What computes."""
+    cache_bytes: Bytes = 256 << 20
+    """Memory for all pools of one node."""
     pools: dict[str, PoolConfig] = Field(default_factory=dict)
-    max_batch_tokens: Tokens = 512  # tokens one step computes (the chunk size)
-    max_running_requests: int = Field(16, gt=0, le=65_536)  # requests a node holds pages for
-    prefix_cache: bool = True  # keep pages of finished work for requests that begin the same
-    resume_every_tokens: Tokens = 4096  # prefill: where in long prompts work can resume
-    num_cpus: int = Field(1, ge=1, le=1024)  # CPU cores, and torch threads, of one node
+    """Layouts of single pools."""
+    max_batch_tokens: Tokens = 512
+    """Tokens one step computes (the chunk size)."""
+    max_running_requests: int = Field(16, gt=0, le=65_536)
+    """Requests a node holds pages for."""
+    prefix_cache: bool = True
+    """Keep pages of finished work for requests that begin the same."""
+    resume_every_tokens: Tokens = 4096
+    """On prefill, in long prompts: where work can resume, and at their ends."""
+    num_cpus: int = Field(1, ge=1, le=1024)
+    """CPU cores, and torch threads, of one node."""
     num_gpus: int = Field(0, ge=0, le=1024)
+    """GPUs of one node."""
     tensor_parallel: Literal[1] = 1
+    """A model is not split yet."""
 
     @model_validator(mode="after")
     def _limits_in_order(self) -> RoleConfig:
@@ -123,12 +155,18 @@ def _url(text: str) -> str:
 class CanaryConfig(Section):
     """A second deployment, with a router of its own, that a share of the requests is tried on."""
 
-    url: str  # of its router, such as http://127.0.0.1:8001
-    model: str = ""  # its model's name in the API; default: the name the client gives
-    weight: float = Field(0.1, ge=0, le=1)  # share of the requests; 1: all
-    shadow: bool = True  # a copy goes there and is compared; false: clients get its answers
-    timeout_s: Seconds = 60.0  # for its answer; streamed to a client, for each piece
-    api_keys_file: Path | None = None  # the first key in it is sent to the canary
+    url: str
+    """Of its router, such as http://127.0.0.1:8001."""
+    model: str = ""
+    """Its model's name in the API; default: the name the client gives."""
+    weight: float = Field(0.1, ge=0, le=1)
+    """Share of the requests; 1: all."""
+    shadow: bool = True
+    """A copy goes there and is compared; false: clients get its answers."""
+    timeout_s: Seconds = 60.0
+    """For its answer; streamed to a client, for each piece."""
+    api_keys_file: Path | None = None
+    """The first key in it is sent to the canary."""
 
     @model_validator(mode="before")
     @classmethod
@@ -151,23 +189,43 @@ PolicyName = Literal["round_robin", "least_loaded", "power_of_two", "cache_aware
 
 
 class RouterConfig(Section):
+    """The HTTP endpoint, and which request goes where."""
+
     host: str = "127.0.0.1"
-    port: int = Field(8000, ge=0, le=65535)  # 0: any free port
-    replicas: int = Field(1, ge=1, le=64)  # router processes; those of one host share the port
+    """Address that the port is opened at."""
+    port: int = Field(8000, ge=0, le=65535)
+    """0: any free port."""
+    replicas: int = Field(1, ge=1, le=64)
+    """Router processes; those of one host share the port."""
     prefill_policy: PolicyName = "cache_aware"
+    """Who computes a prompt; cache_aware: where most of it is cached, against load."""
     decode_policy: PolicyName = "cache_aware"
-    local_prefill_below_tokens: int = Field(0, ge=0, le=1 << 30)  # shorter: computed on decode
-    max_queue: int = Field(1024, ge=0, le=1 << 30)  # requests that may wait
-    request_timeout_s: Seconds = 600.0  # from arrival to last token
-    keep_alive_s: int = Field(75, gt=0, le=86_400)  # of idle connections; longer than clients'
-    api_keys_file: Path | None = None  # `KEY` or `admin:KEY` a line
-    metrics_key: bool = False  # whether GET /metrics takes a key of api_keys_file, any of them
-    tls_cert_file: Path | None = None  # PEM, with its chain: serve HTTPS
-    tls_key_file: Path | None = None  # PEM, without a passphrase
-    cors_origins: tuple[str, ...] = ()  # origins whose browser pages may call the API; "*": all
-    otlp_endpoint: str | None = None  # collector of traces of router and nodes (OTLP over HTTP)
-    prefix_secret: SecretStr | None = Field(None, min_length=16)  # keys' root; default: `up` draws
-    canary: CanaryConfig | None = None  # another deployment to compare with, or to try out
+    """Who generates."""
+    local_prefill_below_tokens: int = Field(0, ge=0, le=1 << 30)
+    """Shorter prompts are computed on decode; 0: none."""
+    max_queue: int = Field(1024, ge=0, le=1 << 30)
+    """Requests that may wait, in each router process; more get a 429."""
+    request_timeout_s: Seconds = 600.0
+    """From arrival to the last token."""
+    keep_alive_s: int = Field(75, gt=0, le=86_400)
+    """How long an idle connection stays open: longer than clients keep theirs."""
+    api_keys_file: Path | None = None
+    """A key a line, `admin:KEY` for one that opens `/admin/...` too; without such lines every key
+    does."""
+    metrics_key: bool = False
+    """Whether GET /metrics takes a key of api_keys_file, any of them."""
+    tls_cert_file: Path | None = None
+    """PEM, with its chain: serve HTTPS."""
+    tls_key_file: Path | None = None
+    """PEM, without a passphrase."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins whose browser pages may call the API; "*": all."""
+    otlp_endpoint: str | None = None
+    """Collector of traces of router and nodes (OTLP over HTTP)."""
+    prefix_secret: SecretStr | None = Field(None, min_length=16)
+    """What the keys of cached prefixes hang on; default: drawn by `up`."""
+    canary: CanaryConfig | None = None
+    """Another deployment to compare with, or to try out."""
 
     @model_validator(mode="after")
     def _certificate_with_its_key(self) -> RouterConfig:
@@ -202,18 +260,32 @@ INTERFACE = r"^[A-Za-z0-9._:@-]{1,64}$"  # eth0, or a port of an RDMA device: ml
 
 
 class TransferConfig(Section):
-    backend: str = "UCX"  # NIXL backend, or "local" within one process
+    """How pages get from prefill to decode."""
+
+    backend: str = "UCX"
+    """NIXL backend, or "local" within one process."""
     backend_params: dict[str, Printable] = Field(default_factory=dict)
-    interface: str | None = Field(None, pattern=INTERFACE)  # UCX's; default: the Ray address's one
-    mode: Literal["write", "read"] = "write"  # prefill writes pages, or decode reads them
-    lease_s: Seconds = 30.0  # how long a grant outlives its last sign of progress
-    checksum: Literal["off", "sample", "full"] = "off"  # xxhash of all, or some, rows of each pool
-    staging_bytes: Bytes = 64 << 20  # for rows that change layout; taken when needed
+    """NIXL's own for the backend."""
+    interface: str | None = Field(None, pattern=INTERFACE)
+    """That UCX is bound to, such as eth0; default: the one with the host's address in Ray, on one
+    host loopback."""
+    mode: Literal["write", "read"] = "write"
+    """Prefill writes pages, or decode reads them."""
+    lease_s: Seconds = 30.0
+    """How long a grant outlives its last sign of progress."""
+    checksum: Literal["off", "sample", "full"] = "off"
+    """Whether decode compares an xxhash of all rows of each pool, or of some."""
+    staging_bytes: Bytes = 64 << 20
+    """Memory for rows that change layout on their way; taken when needed."""
 
 
 class RayConfig(Section):
-    address: str | None = None  # a running cluster; default: one of our own on this machine
+    """The cluster that the processes run on."""
+
+    address: str | None = None
+    """A running cluster; default: one of our own on this machine."""
     namespace: str = "sluice"
+    """Of the actors: one for each deployment."""
 
 
 class SluiceConfig(Section):
@@ -225,7 +297,8 @@ class SluiceConfig(Section):
     router: RouterConfig = RouterConfig()
     transfer: TransferConfig = TransferConfig()
     ray: RayConfig = RayConfig()
-    log_format: Literal["text", "json"] = "text"  # of every process: key=value, or an object a line
+    log_format: Literal["text", "json"] = "text"
+    """Of every process: key=value, or an object a line."""
 
     def role(self, role: Role) -> RoleConfig:
         """The section of one role."""
