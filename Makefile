@@ -39,7 +39,11 @@ docs: install
 
 check: lint test
 
-install: $(VENV)/.installed
+install: $(VENV)/.installed build/ide/sluice
+
+# The editable install's import hook is invisible to type checkers and editors; this link is not.
+build/ide/sluice:
+	@mkdir -p $(@D) && ln -sfn ../.. $@
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -54,10 +58,8 @@ lint: install types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# Types are checked on an installed copy: the editable install's import hook is invisible to mypy.
 types: install
-	@rm -rf build && $(BIN)/pip install -q --no-deps --no-build-isolation --target build/types .
-	$(BIN)/mypy --config-file pyproject.toml -p sluice
+	$(BIN)/mypy --config-file pyproject.toml $(patsubst %/__init__.py,-p sluice.%,$(wildcard */__init__.py))
 
 format: install
 	$(BIN)/ruff check --fix .
