@@ -6,21 +6,15 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from sluice.decode_node.node import DecodeNode
-from sluice.protocol.messages import GenerateRequest, NodeInfo, NodeStatus, PageGrant, TokenChunk
+from sluice.engine.node import InProcess
+from sluice.protocol.clients import DecodeCalls
+from sluice.protocol.messages import TokenChunk
 
 
-class AsyncDecode:
+class AsyncDecode(InProcess, DecodeCalls):
     """The async face of a DecodeNode."""
 
-    def __init__(self, node: DecodeNode) -> None:
-        self.node = node
-        self.info: NodeInfo = node.info
-
-    async def reserve(self, request: GenerateRequest) -> PageGrant:
-        return await asyncio.wrap_future(self.node.reserve(request))
-
-    async def release(self, request_id: str, *, in_flight: bool) -> None:
-        await asyncio.wrap_future(self.node.release(request_id, in_flight=in_flight))
+    node: DecodeNode
 
     async def tokens(self, router_id: str, number: int = 0) -> AsyncIterator[list[TokenChunk]]:
         """The router's token chunks, a list for each step.
@@ -40,10 +34,3 @@ class AsyncDecode:
                 yield chunks
         finally:
             self.node.unsubscribe(router_id, sink)
-
-    async def status(
-        self, router_id: str, cache_version: int | None = None, *, with_metrics: bool = True
-    ) -> NodeStatus:
-        return await asyncio.wrap_future(
-            self.node.status(router_id, cache_version, with_metrics=with_metrics)
-        )

@@ -29,25 +29,19 @@ from torch import Tensor
 
 from sluice.cache.clock import lease_clock
 from sluice.cache.manager import NoRoom
-from sluice.cache.prefix_tree import Hit
 from sluice.decode_node.admission import admit, pages_to_write
 from sluice.decode_node.grants import Grants, Stream
 from sluice.decode_node.outbox import Outbox, Sink
 from sluice.decode_node.planner import StepPlanner, Work
-from sluice.engine.attempts import Attempts
 from sluice.engine.choice import Choice, choose
-from sluice.engine.intake import Intake
-from sluice.engine.loop import LoopThread
-from sluice.engine.metrics import NodeMetrics
+from sluice.engine.node import Node
 from sluice.engine.request import Request
-from sluice.engine.routers import Routers
 from sluice.engine.runner import Runner
 from sluice.protocol.config import SluiceConfig
 from sluice.protocol.grammar import Matcher
 from sluice.protocol.messages import (
     GenerateRequest,
     NodeError,
-    NodeInfo,
     NodeStatus,
     PageGrant,
     Role,
@@ -69,8 +63,10 @@ MASKERS = 4  # threads, so that one such grammar does not hold up the others
 ARRIVAL_POLL_S = 0.0005  # notifications are polled; short against the transfer of one chunk
 
 
-class DecodeNode:
+class DecodeNode(Node):
     """A decode node. Public methods may be called from any thread."""
+
+    role = Role.DECODE
 
     def __init__(
         self,
@@ -82,42 +78,23 @@ class DecodeNode:
         *,
         clock: Callable[[], float] = lease_clock,
     ) -> None:
-        self.runner = runner
-        self.metrics = NodeMetrics()
-        self._clock = clock
-        self._attempts = Attempts(config.transfer.lease_s, clock)
-        self._routers = Routers(config.transfer.lease_s, clock)
         self._receiver = Receiver(transport, runner.pools, clock=clock)
         self._grants = Grants(config.transfer.lease_s)
         self._outbox = Outbox()
         self._late: list[Stream] = []  # those with logits from which nothing is chosen yet
         self._maskers = ThreadPoolExecutor(MASKERS, f"{node_id}-masks")
         self._planner = StepPlanner(runner.manager, config.decode.max_batch_tokens)
-        self._loop = LoopThread(node_id, self._turn)
-        self._intake = Intake(runner, self._loop, node_id)
-        self.info: NodeInfo = runner.describe(
-            node_id=node_id,
-            role=Role.DECODE,
-            host=host,
-            agent=transport.address(),
+        # Last, as what is registered for others goes into the address that it tells.
+        super().__init__(
+            *(runner, transport, config, node_id, host),
             max_batch_tokens=config.decode.max_running_requests,
+            clock=clock,
         )
 
     @classmethod
     def load(cls, config: SluiceConfig, node_id: str, host: str) -> DecodeNode:
-        """Load the model and open the transport. Raises ConfigError."""
-        runner = Runner.load(config, Role.DECODE)
+        runner = Runner.load(config, cls.role)
         return cls(runner, make_transport(config.transfer, node_id), config, node_id, host)
-
-    def start(self) -> None:
-        self._loop.start()
-
-    def stop(self) -> None:
-        """End the loop; unfinished requests are lost to this node."""
-        self._intake.close()
-        self._loop.stop()
-        self._maskers.shutdown(wait=False)
-        self._receiver.close()
 
     def reserve(self, request: GenerateRequest) -> Future[PageGrant]:
         """Take pages in every pool for the prompt and some of the output.
@@ -147,16 +124,6 @@ class DecodeNode:
     def unsubscribe(self, router_id: str, sink: Sink) -> None:
         self._outbox.unsubscribe(router_id, sink)
 
-    def status(
-        self, router_id: str, cache_version: int | None = None, *, with_metrics: bool = True
-    ) -> Future[NodeStatus]:
-        """Gauges, what is cached since that version of a report, and the router's sign of life."""
-        return self._loop.call(lambda: self._status(router_id, cache_version, with_metrics))
-
-    def turn_here(self) -> float:
-        """One turn of a node that was not started, in the caller's thread: for tests."""
-        return self._loop.turn_here()
-
     def _turn(self) -> float:
         self._expire_leases()
         self._take_arrivals()
@@ -168,6 +135,16 @@ class DecodeNode:
             return 0.0
         return ARRIVAL_POLL_S if self._late or self._grants.pending() else IDLE_WAIT_S
 
+    def _close(self) -> None:
+        self._maskers.shutdown(wait=False)
+        self._receiver.close()
+
+    def _load_now(self) -> tuple[int, int]:
+        return len(self._grants.running()), len(self._grants.pending())
+
+    def _held_for(self, router_id: str) -> Sequence[str]:
+        return [stream.request_id for stream in self._grants.of_router(router_id)]
+
     def _reserve(self, state: Request, request: GenerateRequest) -> PageGrant:
         self._attempts.check(request)
         if (known := self._stream_of(request.request_id)) is not None:
@@ -175,7 +152,8 @@ class DecodeNode:
         self._routers.sign(request.router_id)
         grant_id, num_tokens = state.grant_id, len(state.token_ids)
         hit = admit(self.runner, state, request, self.info.node_id)
-        self._count_lookup(num_tokens, hit)
+        kept = [spec for spec in self.runner.manager.specs if spec.table.keeps_all]
+        self._count_lookup(kept, num_tokens, hit.num_tokens)
         grant = PageGrant(
             grant_id=grant_id,
             epoch=secrets.randbits(EPOCH_BITS),
@@ -206,12 +184,6 @@ class DecodeNode:
         else:
             self._receiver.expect(grant)
         return grant
-
-    def _count_lookup(self, num_tokens: int, hit: Hit) -> None:
-        manager = self.runner.manager
-        if manager.prefix_cache:
-            kept = [spec for spec in manager.specs if spec.table.keeps_all]
-            self.metrics.count_lookup(kept, num_tokens, hit.num_tokens)
 
     def _stream_of(self, request_id: str) -> Stream | None:
         grant_id = self._grants.id_of(request_id)
@@ -295,13 +267,13 @@ class DecodeNode:
     def _step(self, work: Sequence[Work]) -> None:
         """One more token for every running request, but for those whose prompt goes on."""
         started = time.perf_counter()
-        try:
-            logits = self.runner.step([chunk for _, chunk, _ in work])
-        except Exception as error:
-            log.exception("event=step_failed node=%s", self.info.node_id)
+
+        def fail(why: str) -> None:
             self.metrics.failed_requests.labels("NodeError").inc(len(work))
             for stream, _, _ in work:
-                self._guarded(stream, self._end_failed, f"decode step failed: {error}")
+                self._guarded(stream, self._end_failed, why)
+
+        if (logits := self._compute([chunk for _, chunk, _ in work], fail)) is None:
             return
         self._count_computed(work)
         rows = []
@@ -447,8 +419,7 @@ class DecodeNode:
         self._outbox.put(stream.router_id, chunk)
 
     def _status(self, router_id: str, cache_version: int | None, with_metrics: bool) -> NodeStatus:
-        self._routers.sign(router_id)
-        pending, running = len(self._grants.pending()), len(self._grants.running())
+        running, pending = self._load_now()
         for state, count in (
             ("pending", pending),
             ("running", running),
@@ -456,13 +427,4 @@ class DecodeNode:
         ):
             self.metrics.grants.labels(state).set(count)
         self.metrics.show_dropped(self._receiver.dropped)
-        return NodeStatus(
-            node_id=self.info.node_id,
-            running=running,
-            waiting=pending,
-            pools=self.runner.manager.usage(),
-            metrics=self.metrics.families() if with_metrics else (),
-            cached=self.runner.manager.report(cache_version),
-            clock_s=self._clock(),
-            requests=tuple(stream.request_id for stream in self._grants.of_router(router_id)),
-        )
+        return super()._status(router_id, cache_version, with_metrics)

@@ -24,14 +24,11 @@ from dataclasses import replace
 import torch
 
 from sluice.cache.clock import lease_clock
-from sluice.engine.attempts import Attempts
 from sluice.engine.batch import Chunk
 from sluice.engine.choice import choose, score
-from sluice.engine.intake import Intake
-from sluice.engine.loop import LoopThread, pass_failure, promise
-from sluice.engine.metrics import NodeMetrics
+from sluice.engine.loop import pass_failure, promise
+from sluice.engine.node import Node
 from sluice.engine.request import Request
-from sluice.engine.routers import Routers
 from sluice.engine.runner import Runner
 from sluice.model.v4.pool_rows import convert_rows
 from sluice.prefill_node.acquaintances import Acquaintances
@@ -42,7 +39,6 @@ from sluice.protocol.messages import (
     GenerateRequest,
     NodeError,
     NodeInfo,
-    NodeStatus,
     PageGrant,
     PageRun,
     PrefillResult,
@@ -60,8 +56,10 @@ IDLE_WAIT_S = 0.1  # how late a silent router may be noticed
 TRANSFER_POLL_S = 0.0005  # completions are polled; shorter than the transfer of one chunk
 
 
-class PrefillNode:
+class PrefillNode(Node):
     """A prefill node. Public methods may be called from any thread."""
+
+    role = Role.PREFILL
 
     def __init__(
         self,
@@ -73,11 +71,6 @@ class PrefillNode:
         *,
         clock: Callable[[], float] = lease_clock,
     ) -> None:
-        self.runner = runner
-        self.metrics = NodeMetrics()
-        self._clock = clock
-        self._attempts = Attempts(config.transfer.lease_s, clock)
-        self._routers = Routers(config.transfer.lease_s, clock)
         self._sender = Sender(
             transport,
             runner.pools,
@@ -93,30 +86,17 @@ class PrefillNode:
             max_batch_tokens=config.prefill.max_batch_tokens,
             resume_every_tokens=config.prefill.resume_every_tokens,
         )
-        self._loop = LoopThread(node_id, self._turn)
-        self._intake = Intake(runner, self._loop, node_id)
-        self.info: NodeInfo = runner.describe(
-            node_id=node_id,
-            role=Role.PREFILL,
-            host=host,
-            agent=transport.address(),
+        # Last, as what is registered for others goes into the address that it tells.
+        super().__init__(
+            *(runner, transport, config, node_id, host),
             max_batch_tokens=config.prefill.max_batch_tokens,
+            clock=clock,
         )
 
     @classmethod
     def load(cls, config: SluiceConfig, node_id: str, host: str) -> PrefillNode:
-        """Load the model and open the transport. Raises ConfigError."""
-        runner = Runner.load(config, Role.PREFILL)
+        runner = Runner.load(config, cls.role)
         return cls(runner, make_transport(config.transfer, node_id), config, node_id, host)
-
-    def start(self) -> None:
-        self._loop.start()
-
-    def stop(self) -> None:
-        """End the loop; unfinished requests fail with NodeLost at their callers."""
-        self._intake.close()
-        self._loop.stop()
-        self._sender.close()
 
     def connect(self, peer: NodeInfo) -> Future[None]:
         """Meet one decode node, where no controller does it. Raises IncompatiblePeers."""
@@ -172,29 +152,6 @@ class PrefillNode:
         self._loop.call(mark).add_done_callback(lambda marked: pass_failure(marked, settled))
         return settled
 
-    def status(
-        self, router_id: str, cache_version: int | None = None, *, with_metrics: bool = True
-    ) -> Future[NodeStatus]:
-        """Gauges, what is cached since that version of a report, and the router's sign of life."""
-        return self._loop.call(lambda: self._status(router_id, cache_version, with_metrics))
-
-    def turn_here(self) -> float:
-        """One turn of a node that was not started, in the caller's thread: for tests."""
-        return self._loop.turn_here()
-
-    def _status(self, router_id: str, cache_version: int | None, with_metrics: bool) -> NodeStatus:
-        self._routers.sign(router_id)
-        return NodeStatus(
-            node_id=self.info.node_id,
-            running=self._scheduler.num_running,
-            waiting=self._scheduler.num_waiting,
-            pools=self.runner.manager.usage(),
-            metrics=self.metrics.families() if with_metrics else (),
-            cached=self.runner.manager.report(cache_version),
-            clock_s=self._clock(),
-            requests=tuple(job.request.request_id for job in self._scheduler.of_router(router_id)),
-        )
-
     def _turn(self) -> float:
         for router_id in self._routers.take_silent():
             self._drop(router_id)
@@ -205,6 +162,15 @@ class PrefillNode:
             self._step(chunks)
             return 0.0
         return TRANSFER_POLL_S if self._scheduler.num_running else IDLE_WAIT_S
+
+    def _close(self) -> None:
+        self._sender.close()
+
+    def _load_now(self) -> tuple[int, int]:
+        return self._scheduler.num_running, self._scheduler.num_waiting
+
+    def _held_for(self, router_id: str) -> Sequence[str]:
+        return [job.request.request_id for job in self._scheduler.of_router(router_id)]
 
     def _drop(self, router_id: str) -> None:
         """Nobody waits for what a silent router has asked for."""
@@ -251,12 +217,12 @@ class PrefillNode:
         """Compute the chunks, then post what each of them finished."""
         started = time.perf_counter()
         scored = chunks[0].request.wants_scores  # it is alone then
-        try:
-            logits = self.runner.step(chunks, all_logits=scored)
-        except Exception as error:
-            log.exception("event=step_failed node=%s", self.info.node_id)
+
+        def fail(why: str) -> None:
             for chunk in chunks:
-                self._fail(chunk.request.grant_id, NodeError(f"prefill step failed: {error}"))
+                self._fail(chunk.request.grant_id, NodeError(why))
+
+        if (logits := self._compute(chunks, fail, all_logits=scored)) is None:
             return
         self.metrics.step_seconds.observe(time.perf_counter() - started)
         self.metrics.computed_tokens.labels("prefill").inc(sum(c.num_tokens for c in chunks))
@@ -286,7 +252,8 @@ class PrefillNode:
         assert job is not None, "a computed chunk belongs to a job"
         request.num_computed_tokens = chunk.end
         if chunk.start == job.num_cached_tokens:
-            self._count_lookup(job)
+            pools = self.runner.manager.specs
+            self._count_lookup(pools, job.num_prompt_tokens, job.num_cached_tokens)
         if request.wants_scores:
             self._score(job, chunk, logits)
         first_token = self._first_token(job, logits[-1:]) if job.computed else None
@@ -294,11 +261,6 @@ class PrefillNode:
             self._post(job, chunk, first_token)
         if not isinstance(job.error, ChoiceFailed):  # its rows may be damaged: not for others
             self._scheduler.settle(job)
-
-    def _count_lookup(self, job: Job) -> None:
-        manager = self.runner.manager
-        if manager.prefix_cache:
-            self.metrics.count_lookup(manager.specs, job.num_prompt_tokens, job.num_cached_tokens)
 
     def _score(self, job: Job, chunk: Chunk, logits: torch.Tensor) -> None:
         """How likely the prompt's tokens after the chunk's own were. Raises ChoiceFailed."""

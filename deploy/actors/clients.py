@@ -12,55 +12,30 @@ import ray
 
 from sluice.deploy.cluster.errors import call, mapped
 from sluice.deploy.common.waiting import within
-from sluice.protocol.messages import (
-    ClusterState,
-    GenerateRequest,
-    NodeInfo,
-    NodeStatus,
-    PageGrant,
-    PrefillResult,
-    Role,
-    RouterStatus,
-    TokenChunk,
-)
+from sluice.protocol.clients import DecodeCalls, NodeCalls, PrefillCalls
+from sluice.protocol.messages import ClusterState, NodeInfo, Role, RouterStatus, TokenChunk
 
 CONTROLLER = "the controller"
 CONTROLLER_LIMIT_S = 10.0  # it does each of these at once
 
 
-class RayPrefillClient:
+class OfActor(NodeCalls):
+    """A node's calls over the handle of its actor."""
+
+    def __init__(self, actor: Any, info: NodeInfo) -> None:
+        self.info = info
+        self._actor = actor
+
+    async def call(self, verb: str, *arguments: Any, **named: Any) -> Any:
+        return await call(self.info.node_id, self._actor.call.remote(verb, *arguments, **named))
+
+
+class RayPrefillClient(OfActor, PrefillCalls):
     """A PrefillClient over a PrefillActor's handle."""
 
-    def __init__(self, actor: Any, info: NodeInfo) -> None:
-        self.info = info
-        self._actor = actor
 
-    async def run(self, request: GenerateRequest, grant: PageGrant) -> PrefillResult:
-        return await call(self.info.node_id, self._actor.run.remote(request, grant))
-
-    async def abort(self, request_id: str) -> None:
-        await call(self.info.node_id, self._actor.abort.remote(request_id))
-
-    async def status(
-        self, router_id: str, cache_version: int | None = None, *, with_metrics: bool = True
-    ) -> NodeStatus:
-        status = self._actor.status.remote(router_id, cache_version, with_metrics=with_metrics)
-        return await call(self.info.node_id, status)
-
-
-class RayDecodeClient:
+class RayDecodeClient(OfActor, DecodeCalls):
     """A DecodeClient over a DecodeActor's handle."""
-
-    def __init__(self, actor: Any, info: NodeInfo) -> None:
-        self.info = info
-        self._actor = actor
-
-    async def reserve(self, request: GenerateRequest) -> PageGrant:
-        return await call(self.info.node_id, self._actor.reserve.remote(request))
-
-    async def release(self, request_id: str, *, in_flight: bool) -> None:
-        released = self._actor.release.remote(request_id, in_flight=in_flight)
-        await call(self.info.node_id, released)
 
     async def tokens(self, router_id: str, number: int = 0) -> AsyncIterator[list[TokenChunk]]:
         stream = self._actor.tokens.options(num_returns="streaming").remote(router_id, number)
@@ -73,12 +48,6 @@ class RayDecodeClient:
         finally:
             if not ended:  # the router lost interest, or the node died: end the call there too
                 ray.cancel(stream)
-
-    async def status(
-        self, router_id: str, cache_version: int | None = None, *, with_metrics: bool = True
-    ) -> NodeStatus:
-        status = self._actor.status.remote(router_id, cache_version, with_metrics=with_metrics)
-        return await call(self.info.node_id, status)
 
 
 class RayCluster:

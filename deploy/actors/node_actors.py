@@ -20,8 +20,8 @@ import asyncio
 import functools
 import os
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import ray
 
@@ -31,16 +31,7 @@ from sluice.deploy.common.logs import log_to_stderr
 from sluice.deploy.common.termination import Leaving
 from sluice.protocol import tracing
 from sluice.protocol.config import SluiceConfig
-from sluice.protocol.messages import (
-    GenerateRequest,
-    NodeError,
-    NodeInfo,
-    NodeStatus,
-    PageGrant,
-    PrefillResult,
-    SluiceError,
-    TokenChunk,
-)
+from sluice.protocol.messages import NodeError, NodeInfo, SluiceError, TokenChunk
 
 if TYPE_CHECKING:
     from sluice.decode_node.client import AsyncDecode
@@ -98,10 +89,9 @@ class NodeActor(Leaving, ABC):
         """Import the node's code and build the node; runs in a thread."""
 
     @only_our_errors
-    async def status(
-        self, router_id: str, cache_version: int | None = None, *, with_metrics: bool = True
-    ) -> NodeStatus:
-        return await self._face.status(router_id, cache_version, with_metrics=with_metrics)
+    async def call(self, verb: str, *arguments: Any, **named: Any) -> Any:
+        """What the node's verb comes to: see NodeCalls."""
+        return await self._face.call(verb, *arguments, **named)
 
     @only_our_errors
     async def ping(self) -> bool:
@@ -139,18 +129,6 @@ class PrefillActor(NodeActor):
 
         return AsyncPrefill(PrefillNode.load(self._config, self._node_id, self._host))
 
-    @only_our_errors
-    async def meet(self, version: int, peers: Sequence[NodeInfo]) -> Mapping[str, SluiceError]:
-        return await self._face.meet(version, peers)
-
-    @only_our_errors
-    async def run(self, request: GenerateRequest, grant: PageGrant) -> PrefillResult:
-        return await self._face.run(request, grant)
-
-    @only_our_errors
-    async def abort(self, request_id: str) -> None:
-        await self._face.abort(request_id)
-
 
 class DecodeActor(NodeActor):
     """A decode node behind Ray calls."""
@@ -162,14 +140,6 @@ class DecodeActor(NodeActor):
         from sluice.decode_node.node import DecodeNode
 
         return AsyncDecode(DecodeNode.load(self._config, self._node_id, self._host))
-
-    @only_our_errors
-    async def reserve(self, request: GenerateRequest) -> PageGrant:
-        return await self._face.reserve(request)
-
-    @only_our_errors
-    async def release(self, request_id: str, *, in_flight: bool) -> None:
-        await self._face.release(request_id, in_flight=in_flight)
 
     async def tokens(self, router_id: str, number: int = 0) -> AsyncIterator[list[TokenChunk]]:
         async for step in self._face.tokens(router_id, number):

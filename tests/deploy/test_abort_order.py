@@ -64,13 +64,12 @@ async def deployment(config):
             self._seen = set()
             self._overtaken = 0
 
-        async def run(self, request, grant):
-            self._seen.add(request.request_id)
-            return await super().run(request, grant)
-
-        async def abort(self, request_id):
-            self._overtaken += request_id not in self._seen
-            await super().abort(request_id)
+        async def call(self, verb, first, *more, **named):
+            if verb == "run":
+                self._seen.add(first.request_id)
+            if verb == "abort":
+                self._overtaken += first not in self._seen
+            return await super().call(verb, first, *more, **named)
 
         async def overtaken(self):
             return self._overtaken
@@ -86,7 +85,7 @@ async def deployment(config):
         prefill = prefill.remote(config, "prefill-0", 1)
         decode = ray.remote(DecodeActor).options(**common).remote(config, "decode-0", 1)
         infos = await asyncio.gather(prefill.start.remote(), decode.start.remote())
-        await prefill.meet.remote(1, [infos[1]])
+        await prefill.call.remote("meet", 1, [infos[1]])
         background = Background()
         nodes = Nodes(
             router_id="router",
