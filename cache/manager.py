@@ -257,10 +257,6 @@ class CacheManager:
         """Give back all pages of the request."""
         self._unuse(self._holders.pop(holder).tables)
 
-    def clear_cache(self) -> None:
-        """Evict everything that no request uses."""
-        self._tree.clear()
-
     def page_tables(self, holder: str) -> Mapping[TableSpec, PageTable]:
         """The holder's pages in every table, in the order of `tables`."""
         return self._holders[holder].tables

@@ -182,13 +182,6 @@ class PrefixTree:
             else:
                 return
 
-    def clear(self) -> None:
-        """Give up everything."""
-        while resumes := self._spares or self._resumes:
-            self._drop_resume(next(iter(resumes)))
-        while self._units:
-            self._drop_unit(next(iter(self._units.values())))
-
     def kept_pages(self) -> dict[TableSpec, list[int]]:
         """Every page the tree keeps, as often as it keeps it, for the invariant checker."""
         kept: dict[TableSpec, list[int]] = {table: [] for table in self._allocators}

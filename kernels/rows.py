@@ -53,21 +53,6 @@ def gather_rows(rows: Tensor, slots: Tensor) -> Tensor:
     return result.view(*slots.shape, *rows.shape[2:])
 
 
-def repack_rows(source: Tensor, source_slots: Tensor, target: Tensor, target_slots: Tensor) -> None:
-    """Copy rows between two layouts of a pool, in the target's dtype.
-
-    source, target: [num_pages, rows_per_page, *row_shape], each with its own pages and dtype;
-        `target` is written in place and shares no memory with `source`.
-    source_slots, target_slots: [n] int64. A target slot of -1 is not written; a source slot of -1
-        gives zeros.
-    """
-    assert source.shape[2:] == target.shape[2:], "both layouts must have one row_shape"
-    if runs_triton(source):
-        _copy(source, source_slots, target, target_slots)
-    else:
-        repack_rows_reference(source, source_slots, target, target_slots)
-
-
 def page_slots(
     tokens: Tensor,
     request: Tensor,
@@ -127,13 +112,6 @@ def gather_rows_reference(rows: Tensor, slots: Tensor) -> Tensor:
     absent = (slots < 0).flatten().nonzero().squeeze(1)
     gathered.index_fill_(0, absent, 0)  # few, where masking would pass over all
     return gathered.view(*slots.shape, *rows.shape[2:])
-
-
-def repack_rows_reference(
-    source: Tensor, source_slots: Tensor, target: Tensor, target_slots: Tensor
-) -> None:
-    """`repack_rows` in torch."""
-    write_rows_reference(target, target_slots, gather_rows_reference(source, source_slots))
 
 
 def _flat(rows: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:

@@ -126,7 +126,7 @@ def configs() -> Iterator[tuple[str, str]]:
                 yield path.name, block
 
 
-@pytest.mark.parametrize(("document", "text"), configs())
+@pytest.mark.parametrize(("document", "text"), list(configs()))
 def test_every_config_in_a_document_is_one(document, text):
     parse_config(yaml.safe_load(text), source=document)
 

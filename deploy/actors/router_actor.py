@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Collection, Sequence
 
 import ray
@@ -95,7 +94,3 @@ class RouterActor(Leaving):
         if self._config.router.replicas > 1:
             self._server.stop_listening()  # connections go to the other routers
         await self.stop(LEAVE_LIMIT_S)
-
-    async def has_torch(self) -> bool:
-        """Whether this process has loaded torch, which it never should."""
-        return "torch" in sys.modules

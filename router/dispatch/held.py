@@ -34,10 +34,6 @@ class Held:
         """The node should list the attempt from now on, until `end`. on_missing: called once."""
         self._expected[request_id] = _Expected(now, on_missing)
 
-    def expects(self, request_id: str) -> bool:
-        """Whether the node should list the attempt."""
-        return request_id in self._expected
-
     def end(self, request_id: str) -> None:
         """The node need not list it any more. Unknown ids are ignored."""
         self._expected.pop(request_id, None)

@@ -54,10 +54,6 @@ class Ledger:
         return self.running + self.num_others
 
     @property
-    def reserved_pages(self) -> dict[TableSpec, int]:
-        return {book.table: book.taken for book in self._books}
-
-    @property
     def load(self) -> float:
         """How full the node is by its scarcest resource; 1.0 is full."""
         parts = [self._num_busy / self._info.max_running_requests]

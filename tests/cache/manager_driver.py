@@ -47,6 +47,11 @@ class Driver:
         assert hit.num_tokens < len(prompt)
         return self._admit(prompt, hit, hit.num_tokens, len(prompt))
 
+    def evict_all(self):
+        """Give up everything that is cached and that no request uses."""
+        for table, allocator in self.manager._allocators.items():
+            self.manager._tree.evict(table, allocator.num_pages + 1)
+
     def receive(self, prompt):
         """Admit a prompt that another node computed, as decode does."""
         hit = self.manager.find_history(self.manager.keys_of(prompt))

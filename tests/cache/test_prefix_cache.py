@@ -60,7 +60,7 @@ class PrefixMachine(RuleBasedStateMachine):
 
     @rule()
     def clear(self):
-        self.driver.manager.clear_cache()
+        self.driver.evict_all()
 
     @invariant()
     def the_books_are_right(self):
@@ -71,7 +71,7 @@ class PrefixMachine(RuleBasedStateMachine):
     def teardown(self):
         for holder in list(self.driver.prompts):
             self.driver.release(holder)
-        self.driver.manager.clear_cache()
+        self.driver.evict_all()
         assert all(p["free"] == sum(p.values()) for p in self.driver.manager.usage().values())
 
 

@@ -131,7 +131,7 @@ async def measure(config, times, num_tokens):
             request = dataclasses.replace(leaver, request_id=f"leaver-{number}")
             leaving = asyncio.create_task(answer(dispatcher, request))
             view = nodes.prefill[0]
-            while not view.held.expects(f"leaver-{number}.1"):  # until its run is on its way
+            while not view.held._expected.get(f"leaver-{number}.1"):  # until its run is on its way
                 await asyncio.sleep(0)
             await asyncio.sleep(MOMENTS_S[number % len(MOMENTS_S)])
             leaving.cancel()

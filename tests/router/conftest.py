@@ -49,6 +49,7 @@ from sluice.router.text.v4.words import CONTROL_TOKENS
 from sluice.router.text.v4.words import EOS as V4_EOS
 
 sys.path.insert(0, str(Path(__file__).parent))  # as tests in folders of one name are imported
+from ledgers import promised_pages
 from v4_answers import write_config
 
 BOS, EOS, PAD, USER, ASSISTANT = range(5)
@@ -512,7 +513,7 @@ class World:
         return (
             len(self.service.queue) == 0
             and all(node.ledger.running == 0 for node in self.service.nodes)
-            and all(sum(node.ledger.reserved_pages.values()) == 0 for node in self.service.nodes)
+            and all(sum(promised_pages(node.ledger).values()) == 0 for node in self.service.nodes)
             and not any(node.at_work for node in self.prefills.values())
             and not any(node.grants for node in live_decodes)
             and all(node.free_pages == node.info.num_pages[FULL] for node in live_decodes)

@@ -6,6 +6,7 @@ import asyncio
 import time
 
 import pytest
+from ledgers import promised_pages
 
 from sluice.protocol.messages import GenerateRequest, NodeLost, SamplingParams, Unavailable
 from sluice.router.dispatch import queue
@@ -195,8 +196,8 @@ async def test_a_stream_that_outgrows_its_promise_takes_the_room_of_others(make_
     ledger = world.service.nodes.find("decode-0").ledger
     decode.tokens_per_chunk = 60
     stream = world.raw(prompt=[9] * 16, max_tokens=170, ignore_eos=True, stream=True)
-    await world.until(lambda: sum(ledger.reserved_pages.values()) == 5)  # 16 + 64 tokens
-    await world.until(lambda: sum(ledger.reserved_pages.values()) > 8)
+    await world.until(lambda: sum(promised_pages(ledger).values()) == 5)  # 16 + 64 tokens
+    await world.until(lambda: sum(promised_pages(ledger).values()) > 8)
     assert ledger.room_tokens() < 4 * 16
     await stream.task
     await world.until(world.quiescent)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from ledgers import promised_pages
 
 from sluice.cache.spec import Full, PoolSpec
 from sluice.protocol.messages import GenerateRequest, NodeInfo, Role, SamplingParams, Unavailable
@@ -181,7 +182,7 @@ class Cluster:
             assert free <= num_before, f"{asked.at} waits without need"
         for node in self.nodes:
             assert all(
-                0 <= n <= node.info.num_pages[t] for t, n in node.ledger.reserved_pages.items()
+                0 <= n <= node.info.num_pages[t] for t, n in promised_pages(node.ledger).items()
             )
             names = [a.prompt.request.request_id for a in self.running if node in a.pair.nodes]
             assert node.ledger.running <= min(len(names), node.info.max_running_requests)
@@ -201,7 +202,7 @@ async def cluster_of(
         for asked in list(cluster.running):
             cluster.end(asked)
         for node in cluster.nodes:
-            assert node.ledger.running == 0 and not any(node.ledger.reserved_pages.values())
+            assert node.ledger.running == 0 and not any(promised_pages(node.ledger).values())
             assert node.ledger.outstanding_tokens == 0
     finally:
         await cluster.cancel_all()

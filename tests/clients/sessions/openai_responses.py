@@ -19,7 +19,9 @@ def chat() -> None:
 
 
 def stream() -> None:
-    with client.responses.stream(input=QUESTION, max_output_tokens=8, **ASK) as events:
+    with client.responses.stream(
+        input=QUESTION, temperature=0, max_output_tokens=8, **ASK
+    ) as events:
         told = list(events)
     text = "".join(e.delta for e in told if e.type == "response.output_text.delta")
     assert told[-1].type == "response.incomplete" and text == told[-1].response.output_text

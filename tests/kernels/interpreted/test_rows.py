@@ -42,9 +42,8 @@ def test_rows_change_layout_and_dtype(dtype, rtol):
     actual = expected.clone()
     source_slots = torch.tensor([34, 5, -1, 6, 11])
     target_slots = torch.tensor([29, 3, 4, -1, 13])
-    rows.repack_rows(source[:, 0], source_slots, actual[:, 1], target_slots)
+    rows.write_rows(actual[:, 1], target_slots, rows.gather_rows(source[:, 0], source_slots))
     written = target_slots >= 0
-    rows.repack_rows_reference(
-        source[:, 0], source_slots[written], expected[:, 1], target_slots[written]
-    )
+    came = rows.gather_rows_reference(source[:, 0], source_slots[written])
+    rows.write_rows_reference(expected[:, 1], target_slots[written], came)
     torch.testing.assert_close(actual, expected, rtol=rtol, atol=0, equal_nan=True)
