@@ -28,7 +28,7 @@ from sluice.benchmarks.replay import compute, make_job, make_scheduler
 from sluice.cache.manager import CacheManager
 from sluice.cache.spec import PoolSpec, tables_of
 from sluice.model.presets import preset_pools
-from sluice.protocol.config import RoleConfig
+from sluice.protocol.config import PrefillConfig
 from sluice.transfer.plan import rows_to_receive
 
 SPECS = preset_pools("v4-flash")
@@ -56,7 +56,7 @@ class Nodes:
         pages = {t: num_turns * (t.max_pages(2_048, num_tokens) + 2) for t in tables_of(SPECS)}
         self._prefill = CacheManager(SPECS, pages, 1)
         self._scheduler = make_scheduler(
-            self._prefill, resume_every_tokens=RoleConfig().resume_every_tokens
+            self._prefill, resume_every_tokens=PrefillConfig().resume_every_tokens
         )
         self._decode = CacheManager(SPECS, pages, 1)
         self.traffic = Traffic()

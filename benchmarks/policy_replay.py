@@ -50,7 +50,7 @@ from sluice.cache.spec import TableSpec, unit_tokens
 from sluice.engine.batch import Chunk
 from sluice.engine.runner import RESUME_SHARE
 from sluice.prefill_node.scheduler import Job
-from sluice.protocol.config import RoleConfig
+from sluice.protocol.config import PrefillConfig
 from sluice.protocol.messages import GenerateRequest, NodeInfo, Role, SamplingParams
 from sluice.router.dispatch.cached import CachedPrefixes
 from sluice.router.dispatch.ledger import Ledger
@@ -71,7 +71,7 @@ class Node:
     ) -> None:
         self.node_id = node_id
         self.manager = CacheManager(SPECS, num_pages, MAX_REQUESTS)
-        every = RoleConfig().resume_every_tokens
+        every = PrefillConfig().resume_every_tokens
         self.scheduler = make_scheduler(self.manager, resume_every_tokens=every)
         info = self._info(num_pages)
         self.ledger = Ledger(info, max_outstanding_tokens=2 * STEP_TOKENS, on_return=lambda: None)
@@ -297,7 +297,7 @@ def measure(trace: Trace, memory: str, utilisation: float) -> Iterator[Result]:
 def one_after_another(trace: Trace, memory: int) -> Hits:
     """What one node hits that is never in a hurry."""
     manager = CacheManager(SPECS, pages_within(SPECS, trace, memory, RESUME_SHARE), MAX_REQUESTS)
-    every = RoleConfig().resume_every_tokens
+    every = PrefillConfig().resume_every_tokens
     scheduler = make_scheduler(manager, resume_every_tokens=every)
     return replay(trace, manager, scheduler, f"{trace.name}, one after another")
 

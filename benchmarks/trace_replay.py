@@ -48,7 +48,7 @@ from sluice.engine.runner import RESUME_SHARE
 from sluice.model.presets import V4_FLASH, preset_pools
 from sluice.model.v4.pools import replay_tokens
 from sluice.prefill_node.scheduler import PrefillScheduler
-from sluice.protocol.config import RoleConfig
+from sluice.protocol.config import PrefillConfig
 
 SPECS = preset_pools("v4-flash")
 FULL_BYTES_PER_TOKEN = sum(s.page_bytes / s.tokens_per_page for s in SPECS if s.table.keeps_all)
@@ -56,7 +56,7 @@ REPLAY_TOKENS = replay_tokens(SPECS, V4_FLASH.sliding_window)
 BOUNDED = [spec for spec in SPECS if not spec.table.keeps_all]
 RESUME_BYTES = sum(len(s.pages(1024, 1024)) * s.page_bytes for s in BOUNDED)
 
-RESUME_EVERY_TOKENS = RoleConfig().resume_every_tokens
+RESUME_EVERY_TOKENS = PrefillConfig().resume_every_tokens
 SWEEP = ((1024, 0.2), (2048, 0.2), (8192, 0.2), (4096, 0.1), (4096, 0.2))
 TOLERANCE = 0.02
 

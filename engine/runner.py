@@ -20,6 +20,7 @@ from sluice.engine.request import Request
 from sluice.kernels import cpu
 from sluice.model.registry import Model, load_model
 from sluice.protocol.config import RoleConfig, SluiceConfig
+from sluice.protocol.eos import eos_token_ids
 from sluice.protocol.grammar import Grammars, Matcher
 from sluice.protocol.messages import (
     ConfigError,
@@ -119,7 +120,9 @@ class Runner:
             max_step_tokens=max_step_tokens,
             max_model_len=max_model_len,
             grammars=Grammars(
-                config.model.path, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
+                config.model.path,
+                vocab_size=model.vocab_size,
+                eos_token_ids=eos_token_ids(config.model.path, model.vocab_size),
             ),
             resumes=prefills,
         )

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from sluice.cache.spec import PoolSpec
-from sluice.model.common.fields import Fields, read_json
+from sluice.model.common.fields import read_json
 from sluice.model.dense.config import DENSE_ARCHITECTURES, DenseConfig, parse_dense_config
 from sluice.model.dense.pools import declare_dense
 from sluice.model.v4.config import DeepseekV4Config, parse_config
@@ -39,7 +39,6 @@ class ModelInfo:
     architecture: str
     max_model_len: int
     vocab_size: int
-    eos_token_ids: tuple[int, ...]
 
 
 class Model(Protocol):
@@ -48,7 +47,6 @@ class Model(Protocol):
     specs: tuple[PoolSpec, ...]  # pools in their default layout; a role may change it
     vocab_size: int
     max_model_len: int
-    eos_token_ids: tuple[int, ...]
     fingerprint: str  # equal for equal checkpoints
     replay_tokens: int  # see CacheManager
     repeats: bool  # whether decode steps are worth recording on a CPU: see kernels/capture.py
@@ -123,7 +121,6 @@ def describe(path: Path) -> ModelInfo:
         architecture=config.architecture,
         max_model_len=config.max_model_len,
         vocab_size=config.vocab_size,
-        eos_token_ids=config.eos_token_ids,
     )
 
 
@@ -171,14 +168,7 @@ def _read(path: Path) -> AnyConfig:
         )
     data = read_json(path / "config.json")
     architecture = _architecture(data, path)
-    config = FAMILIES[architecture].parse(data, str(path / "config.json"), architecture)
-    generation = path / "generation_config.json"
-    if generation.exists():  # what generation stops at may differ from the config's
-        fields = Fields(read_json(generation), str(generation))
-        if fields.get("eos_token_id", None) is not None:
-            eos_token_ids = fields.token_ids("eos_token_id")
-            config = dataclasses.replace(config, eos_token_ids=eos_token_ids)
-    return config
+    return FAMILIES[architecture].parse(data, str(path / "config.json"), architecture)
 
 
 def _architecture(data: dict[str, Any], path: Path) -> str:

@@ -13,7 +13,7 @@ import types
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -41,11 +41,23 @@ Seconds = Annotated[float, Field(gt=0, le=1e7)]
 
 
 class Section(BaseModel):
-    """A part of the config: immutable, and closed to unknown keys."""
+    """A part of the config: immutable, and closed to unknown keys.
+
+    GONE: keys that were there, and the way out for a config that has them.
+    """
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+    GONE: ClassVar[Mapping[str, str]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nothing_gone(cls, data: Any) -> Any:
+        for key in cls.GONE.keys() & data.keys() if isinstance(data, dict) else ():
+            raise ValueError(f"`{key}` is no key here: {cls.GONE[key]}")
+        return data
 
     @field_validator("*", mode="before")
     @classmethod
@@ -109,6 +121,8 @@ class PoolConfig(Section):
 class RoleConfig(Section):
     """The nodes of one role."""
 
+    GONE = {"tensor_parallel": "leave it out, as a model is not split over GPUs yet"}
+
     replicas: int = Field(1, ge=0, le=1024)
     """Nodes to start with."""
     min_replicas: int = Field(0, ge=0, le=1024)
@@ -127,14 +141,10 @@ class RoleConfig(Section):
     """Requests a node holds pages for."""
     prefix_cache: bool = True
     """Keep pages of finished work for requests that begin the same."""
-    resume_every_tokens: Tokens = 4096
-    """On prefill, in long prompts: where work can resume, and at their ends."""
     num_cpus: int = Field(1, ge=1, le=1024)
     """CPU cores, and torch threads, of one node."""
     num_gpus: int = Field(0, ge=0, le=1024)
     """GPUs of one node."""
-    tensor_parallel: Literal[1] = 1
-    """A model is not split yet."""
 
     @model_validator(mode="after")
     def _limits_in_order(self) -> RoleConfig:
@@ -146,6 +156,19 @@ class RoleConfig(Section):
         return self
 
 
+class PrefillConfig(RoleConfig):
+    """The prefill nodes."""
+
+    resume_every_tokens: Tokens = 4096
+    """Where in long prompts work can resume, beside their ends."""
+
+
+class DecodeConfig(RoleConfig):
+    """The decode nodes."""
+
+    GONE = {**RoleConfig.GONE, "resume_every_tokens": "write it under `prefill`, which resumes"}
+
+
 def _url(text: str) -> str:
     if not text.startswith(("http://", "https://")):
         raise ValueError("expected a URL such as http://127.0.0.1:8001")
@@ -154,6 +177,11 @@ def _url(text: str) -> str:
 
 class CanaryConfig(Section):
     """A second deployment, with a router of its own, that a share of the requests is tried on."""
+
+    GONE = {
+        "config": "a router starts no second deployment; start it with `sluice up OTHER.yaml` and "
+        "give its `url`"
+    }
 
     url: str
     """Of its router, such as http://127.0.0.1:8001."""
@@ -168,16 +196,6 @@ class CanaryConfig(Section):
     api_keys_file: Path | None = None
     """The first key in it is sent to the canary."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _no_config_file(cls, data: Any) -> Any:
-        if isinstance(data, dict) and "config" in data:
-            raise ValueError(
-                "`config` is not a key: a router starts no second deployment; start it with "
-                "`sluice up OTHER.yaml` and give its `url`"
-            )
-        return data
-
     @field_validator("url")
     @classmethod
     def _is_url(cls, url: str) -> str:
@@ -190,6 +208,8 @@ PolicyName = Literal["round_robin", "least_loaded", "power_of_two", "cache_aware
 
 class RouterConfig(Section):
     """The HTTP endpoint, and which request goes where."""
+
+    GONE = {"otlp_endpoint": "write it at the top level, as nodes send traces, too"}
 
     host: str = "127.0.0.1"
     """Address that the port is opened at."""
@@ -220,8 +240,6 @@ class RouterConfig(Section):
     """PEM, without a passphrase."""
     cors_origins: tuple[str, ...] = ()
     """Origins whose browser pages may call the API; "*": all."""
-    otlp_endpoint: str | None = None
-    """Collector of traces of router and nodes (OTLP over HTTP)."""
     prefix_secret: SecretStr | None = Field(None, min_length=16)
     """What the keys of cached prefixes hang on; default: drawn by `up`."""
     canary: CanaryConfig | None = None
@@ -249,11 +267,6 @@ class RouterConfig(Section):
                     "without a path, or '*'"
                 )
         return origins
-
-    @field_validator("otlp_endpoint")
-    @classmethod
-    def _is_url(cls, endpoint: str | None) -> str | None:
-        return endpoint if endpoint is None else _url(endpoint)
 
 
 INTERFACE = r"^[A-Za-z0-9._:@-]{1,64}$"  # eth0, or a port of an RDMA device: mlx5_0:1
@@ -292,13 +305,20 @@ class SluiceConfig(Section):
     """The root of a config file."""
 
     model: ModelConfig
-    prefill: RoleConfig = RoleConfig()
-    decode: RoleConfig = RoleConfig()
+    prefill: PrefillConfig = PrefillConfig()
+    decode: DecodeConfig = DecodeConfig()
     router: RouterConfig = RouterConfig()
     transfer: TransferConfig = TransferConfig()
     ray: RayConfig = RayConfig()
     log_format: Literal["text", "json"] = "text"
     """Of every process: key=value, or an object a line."""
+    otlp_endpoint: str | None = None
+    """Collector of traces of router and nodes (OTLP over HTTP)."""
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _is_url(cls, endpoint: str | None) -> str | None:
+        return endpoint if endpoint is None else _url(endpoint)
 
     def role(self, role: Role) -> RoleConfig:
         """The section of one role."""

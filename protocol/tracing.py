@@ -87,7 +87,7 @@ def make_exporter(endpoint: str) -> SpanExporter:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError as error:
         raise ConfigError(
-            f"router.otlp_endpoint {endpoint}: {error}; run `pip install '.[otel]'` in Sluice's "
+            f"otlp_endpoint {endpoint}: {error}; run `pip install '.[otel]'` in Sluice's "
             "folder on every host, or leave the key out"
         ) from error
     return OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces", timeout=EXPORT_LIMIT_S)

@@ -76,7 +76,7 @@ class NodeActor(Leaving, ABC):
     @only_our_errors
     async def start(self) -> NodeInfo:
         """Load the model and start the node. Raises ConfigError."""
-        tracing.export_to(self._config.router.otlp_endpoint, self._node_id)
+        tracing.export_to(self._config.otlp_endpoint, self._node_id)
         self._config = bound(self._config, self._node_id, self._host)
         self._face = await asyncio.to_thread(self._load)
         self._face.node.start()

@@ -41,7 +41,7 @@ class RouterActor(Leaving):
     async def start(self) -> str:
         """Serve; returns the URL under which this host is reached. Raises ConfigError."""
         router = self._config.router
-        tracing.export_to(router.otlp_endpoint, self._router_id)
+        tracing.export_to(self._config.otlp_endpoint, self._router_id)
         self._service = RouterService(self._config, self._cluster, self._router_id)
         self._server = await serve(self._service, router.host, router.port)
         self._leaver = asyncio.create_task(self._leave())

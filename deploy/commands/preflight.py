@@ -37,7 +37,7 @@ def check(config: SluiceConfig) -> None:
     check_role("decode", config.decode)
     check_transfer(config)
     check_api_keys("router", config.router.api_keys_file)
-    if (endpoint := config.router.otlp_endpoint) is not None:
+    if (endpoint := config.otlp_endpoint) is not None:
         tracing.make_exporter(endpoint)
     check_tls(config.router)
     if (canary := config.router.canary) is not None:

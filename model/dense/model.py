@@ -60,7 +60,6 @@ class DenseModel:
         self.fingerprint = fingerprint
         self.vocab_size = config.vocab_size
         self.max_model_len = config.max_model_len
-        self.eos_token_ids = config.eos_token_ids
         self.replay_tokens = 0
         self.repeats = True
         self._frequencies = rope_frequencies(config.rope, config.head_dim).to(weights.norm.device)

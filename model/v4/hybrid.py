@@ -50,7 +50,6 @@ class DeepseekV4:
         self.plan = plan
         self.vocab_size = config.vocab_size
         self.max_model_len = config.max_model_len
-        self.eos_token_ids = config.eos_token_ids
         self.replay_tokens = replay_tokens(specs, config.sliding_window)
         self.repeats = plan is plan_hybrid  # steps of the native path compute the whole context
         self._frequencies = _rope_frequencies(config, weights.norm.device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from sluice.protocol.config import ModelConfig
+from sluice.protocol.eos import eos_token_ids
 from sluice.protocol.messages import ConfigError
 from sluice.protocol.reading import MAX_JSON_BYTES, read_json, read_text, shown
 from sluice.router.text.v4.encoding import Release
@@ -44,24 +44,16 @@ def read_checkpoint(model: ModelConfig) -> Checkpoint:
     """Read tokenizer and limits from the checkpoint folder. Raises ConfigError."""
     folder = model.path
     config = _read_json(folder / "config.json")
-    generation = _read_json(folder / "generation_config.json", optional=True)
     tokenizer_config = _read_json(folder / "tokenizer_config.json", optional=True)
     vocab_size = _positive(config, "vocab_size", folder)
     tokenizer = _read_tokenizer(folder / "tokenizer.json")
-    eos_token = _token_text(tokenizer_config, "eos_token", folder)
     return Checkpoint(
         tokenizer=tokenizer,
         vocab_size=vocab_size,
         max_model_len=_max_model_len(model, _positive(config, "max_position_embeddings", folder)),
-        eos_token_ids=_eos_token_ids(
-            {"generation_config.json": generation, "config.json": config},
-            tokenizer,
-            eos_token,
-            vocab_size,
-            folder,
-        ),
+        eos_token_ids=eos_token_ids(folder, vocab_size),
         bos_token=_token_text(tokenizer_config, "bos_token", folder),
-        eos_token=eos_token,
+        eos_token=_token_text(tokenizer_config, "eos_token", folder),
         add_bos_token=bool(tokenizer_config.get("add_bos_token", False)),
         chat_template=_chat_template(folder, tokenizer_config),
         model_type=str(config.get("model_type", "")),
@@ -108,30 +100,6 @@ def _positive(config: dict[str, Any], key: str, folder: Path) -> int:
 
 def _max_model_len(model: ModelConfig, limit: int) -> int:
     return min(model.max_model_len or limit, limit)
-
-
-def _eos_token_ids(
-    files: Mapping[str, dict[str, Any]],
-    tokenizer: Tokenizer,
-    eos_token: str | None,
-    vocab_size: int,
-    folder: Path,
-) -> tuple[int, ...]:
-    """Every id that one of the files calls the end of a text."""
-    found: list[int] = []
-    for name, content in files.items():
-        value = content.get("eos_token_id")
-        ids = value if isinstance(value, list) else [] if value is None else [value]
-        if any(type(token_id) is not int or not 0 <= token_id < vocab_size for token_id in ids):
-            raise _fault(
-                folder / name,
-                f"eos_token_id is {shown(value)}, expected a token id below vocab_size "
-                f"({vocab_size}) or a list of them",
-            )
-        found += ids
-    if eos_token is not None and (token_id := tokenizer.token_to_id(eos_token)) is not None:
-        found.append(token_id)
-    return tuple(dict.fromkeys(found))
 
 
 def _token_text(tokenizer_config: dict[str, Any], key: str, folder: Path) -> str | None:

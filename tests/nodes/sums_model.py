@@ -13,7 +13,6 @@ class SumsModel:
     specs = (ALL, LAST)
     vocab_size = VOCAB
     max_model_len = 256
-    eos_token_ids = ()
     fingerprint = "sums"
     replay_tokens = WINDOW - 1
     repeats = False

@@ -12,7 +12,7 @@ import pytest
 from sluice.benchmarks.in_process import InProcess
 from sluice.protocol.messages import GenerateRequest, SamplingParams
 
-SMALL = {"prefix_cache": True, "resume_every_tokens": 32, "cache_bytes": 1_300_000}
+SMALL = {"prefix_cache": True, "cache_bytes": 1_300_000}
 
 
 async def answer(service, prompt, name):
@@ -50,7 +50,8 @@ async def test_branching_conversations_equal_the_uncached_reference(
     replicas, tiny_checkpoint, config_of, single_of
 ):
     roles = SMALL | {"replicas": replicas}
-    config = config_of(tiny_checkpoint, prefill=roles, decode=roles)
+    prefill = roles | {"resume_every_tokens": 32}
+    config = config_of(tiny_checkpoint, prefill=prefill, decode=roles)
     single = single_of(config_of(tiny_checkpoint))
     system = [random.Random(1).randrange(3, 500) for _ in range(65)]
     hits = 0

@@ -71,7 +71,6 @@ class ModelThatTrips:
         self._model = model
         self.specs, self.fingerprint = model.specs, model.fingerprint
         self.max_model_len, self.vocab_size = model.max_model_len, model.vocab_size
-        self.eos_token_ids = model.eos_token_ids
         self.replay_tokens, self.repeats = model.replay_tokens, False
 
     def forward(self, inputs, pools, *, all_logits=False):

@@ -11,12 +11,13 @@ from sluice.router.dispatch.cached import CachedPrefixes
 from sluice.router.dispatch.prompt import Prompt
 
 PAGE, WINDOW = 32, 8  # of the tiny checkpoint: Full pools' page, sliding window
-CACHED = {"prefix_cache": True, "resume_every_tokens": 32}
+KEPT = {"prefix_cache": True}
+CACHED = KEPT | {"resume_every_tokens": 32}
 
 
 @pytest.fixture
 def config(tiny_checkpoint, config_of):
-    return config_of(tiny_checkpoint, prefill=CACHED, decode=CACHED)
+    return config_of(tiny_checkpoint, prefill=CACHED, decode=KEPT)
 
 
 @pytest.fixture(scope="module")
@@ -132,8 +133,8 @@ def test_the_next_turn_finds_the_answer_on_decode(config, start_local, single):
 def test_random_conversations_give_the_tokens_they_give_without_a_cache(
     cache_bytes, tiny_checkpoint, config_of, start_local, single
 ):
-    roles = CACHED | {"cache_bytes": cache_bytes}
-    pair = start_local(config_of(tiny_checkpoint, prefill=roles, decode=roles))
+    size = {"cache_bytes": cache_bytes}
+    pair = start_local(config_of(tiny_checkpoint, prefill=CACHED | size, decode=KEPT | size))
     seed = 11
     rng = random.Random(seed)
     system = random_tokens(rng, 70)
@@ -174,7 +175,7 @@ def test_preempted_requests_go_on_after_another_prefill(
 ):
     def decode_with(cache_bytes):
         decode = {"cache_bytes": cache_bytes, "max_running_requests": 6}
-        return start_local(config_of(tiny_checkpoint, decode=CACHED | decode))
+        return start_local(config_of(tiny_checkpoint, decode=KEPT | decode))
 
     page_bytes = 32 * 144  # of the Full pools, all layers: 144 bytes a token
     pair = decode_with(least_cache_bytes(decode_with) + 8 * page_bytes)
@@ -224,10 +225,8 @@ def try_reserve(pair, wanted):
 def test_where_only_window_and_state_are_gone_the_last_window_is_computed_again(
     max_batch_tokens, tiny_checkpoint, config_of, start_local, single
 ):
-    roles = CACHED | {"resume_every_tokens": 4096}
-    config = config_of(
-        tiny_checkpoint, prefill=roles | {"max_batch_tokens": max_batch_tokens}, decode=roles
-    )
+    prefill = KEPT | {"resume_every_tokens": 4096, "max_batch_tokens": max_batch_tokens}
+    config = config_of(tiny_checkpoint, prefill=prefill, decode=KEPT)
     pair, rng = start_local(config), random.Random(8)
     shared = random_tokens(rng, 10 * PAGE + 3)
     pair.generate(request([*shared, *random_tokens(rng, 100)]))

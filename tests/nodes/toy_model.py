@@ -22,7 +22,6 @@ class ModelWithToyPool:
         self.fingerprint = model.fingerprint + "+toy"
         self.vocab_size = model.vocab_size
         self.max_model_len = model.max_model_len
-        self.eos_token_ids = model.eos_token_ids
         self.replay_tokens = model.replay_tokens  # the toy's window is no longer than the model's
         self.repeats = model.repeats
 

@@ -55,5 +55,5 @@ def test_spans_reach_the_collector_with_their_attributes(collector):
 
 def test_without_the_extra_an_endpoint_is_a_config_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
-    with pytest.raises(ConfigError, match=r"router\.otlp_endpoint.*\.\[otel\]"):
+    with pytest.raises(ConfigError, match=r"otlp_endpoint.*\.\[otel\]"):
         tracing.export_to("http://127.0.0.1:1", "here")
