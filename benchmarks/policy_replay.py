@@ -54,9 +54,9 @@ from sluice.protocol.config import PrefillConfig
 from sluice.protocol.messages import GenerateRequest, NodeInfo, Role, SamplingParams
 from sluice.router.dispatch.cached import CachedPrefixes
 from sluice.router.dispatch.ledger import Ledger
-from sluice.router.dispatch.nodes import HEARTBEAT_S
 from sluice.router.dispatch.policy import Policy, Turn
 from sluice.router.dispatch.prompt import Prompt
+from sluice.router.dispatch.routed_node import HEARTBEAT_S
 
 NUM_NODES = 4
 POLICIES = ("round_robin", "power_of_two", "least_loaded", "cache_aware")

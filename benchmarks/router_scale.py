@@ -52,9 +52,9 @@ from sluice.protocol.messages import (
 )
 from sluice.router.common.background import Background
 from sluice.router.dispatch.dispatcher import Dispatcher
+from sluice.router.dispatch.nodes import Nodes
 from sluice.router.dispatch.policy import Policy
 from sluice.router.dispatch.queue import WaitingQueue
-from sluice.router.dispatch.registry import Nodes
 
 SPECS = preset_pools("v4-flash")
 NUM_WAITING, WAITING_TOKENS = 200, 4_096

@@ -33,7 +33,7 @@ from sluice.decode_node.admission import admit, pages_to_write
 from sluice.decode_node.grants import Grants, Stream
 from sluice.decode_node.outbox import Outbox, Sink
 from sluice.decode_node.planner import StepPlanner, Work
-from sluice.engine.choice import Choice, choose
+from sluice.engine.choice import NextToken, choose
 from sluice.engine.node import Node
 from sluice.engine.request import Request
 from sluice.engine.runner import Runner
@@ -372,7 +372,7 @@ class DecodeNode(Node):
     def _end_failed(self, stream: Stream, error: str) -> None:
         self._end(stream, error=error)
 
-    def _emit(self, stream: Stream, choice: Choice) -> None:
+    def _emit(self, stream: Stream, choice: NextToken) -> None:
         if choice.error is not None:
             self._end_unchosen(stream, choice.error)
             return

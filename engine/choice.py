@@ -28,7 +28,7 @@ NO_TOKEN = -1
 Biases = tuple[Tensor, Tensor]  # token ids, [n] int64, and what to add to their logits, [n] fp32
 
 
-class Choice(NamedTuple):
+class NextToken(NamedTuple):
     """A request's next token, or the error that says why there is none."""
 
     token_id: int
@@ -36,7 +36,7 @@ class Choice(NamedTuple):
     error: SluiceError | None = None
 
 
-def choose(logits: Tensor, requests: Sequence[Request]) -> list[Choice]:
+def choose(logits: Tensor, requests: Sequence[Request]) -> list[NextToken]:
     """Next token of each request. logits: [num_requests, vocab], fp32, left unchanged.
 
     All at once; one by one if that raises, to find out whose fault it is. Raises nothing itself.
@@ -48,10 +48,10 @@ def choose(logits: Tensor, requests: Sequence[Request]) -> list[Choice]:
             return [choose(logits[row : row + 1], [r])[0] for row, r in enumerate(requests)]
         log.exception("event=choice_failed request_id=%s", requests[0].request_id)
         failure = ChoiceFailed(f"the next token could not be chosen: {error}")
-        return [Choice(NO_TOKEN, error=failure)]
+        return [NextToken(NO_TOKEN, error=failure)]
 
 
-def _choose(logits: Tensor, requests: Sequence[Request]) -> list[Choice]:
+def _choose(logits: Tensor, requests: Sequence[Request]) -> list[NextToken]:
     tokens = sample(
         _adjusted(logits, requests),
         [request.sampling for request in requests],
@@ -64,7 +64,7 @@ def _choose(logits: Tensor, requests: Sequence[Request]) -> list[Choice]:
         for row, (r, token) in enumerate(zip(requests, found, strict=True))
     ]
     reports = _logprobs(logits, requests, found)
-    return [Choice(*choice) for choice in zip(found, reports, errors, strict=True)]
+    return [NextToken(*choice) for choice in zip(found, reports, errors, strict=True)]
 
 
 def _error(logits: Tensor, row: int, request: Request, token: int) -> SluiceError | None:

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from sluice.protocol.messages import MetricFamily, RouterStatus
-from sluice.router.dispatch.nodes import RoutedNode
+from sluice.router.dispatch.routed_node import RoutedNode
 from sluice.router.recent import Recent
 
 FIRST_TOKEN_BUCKETS_S = (

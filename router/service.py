@@ -36,9 +36,9 @@ from sluice.router.common.auth import read_api_keys
 from sluice.router.common.background import Background
 from sluice.router.common.body import Bodies
 from sluice.router.dispatch.dispatcher import Dispatcher, Tokens
+from sluice.router.dispatch.nodes import Nodes
 from sluice.router.dispatch.policy import Policy
 from sluice.router.dispatch.queue import WaitingQueue
-from sluice.router.dispatch.registry import Nodes
 from sluice.router.dispatch.reservation import CALL_LIMIT_S
 from sluice.router.metrics import RouterMetrics
 from sluice.router.output_text import Delta, OutputText

@@ -32,7 +32,7 @@ from sluice.transfer.plan import (
     touched_pages,
     traffic_of,
 )
-from sluice.transfer.staging import Slot
+from sluice.transfer.staging import Bay
 from sluice.transfer.transport import Handle, NothingLeft, Posts
 
 # How long after a lost offer its pages may be read, at most a lease each: the offer's way, a freeze
@@ -54,7 +54,7 @@ class Transfer:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class Shipment:
     """Rows of pools that wait to be posted, and the pages they lie in.
 
     first_token: goes with the last part of the last chunk.
@@ -67,7 +67,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Post:
-    """One part's write. posted_at: in seconds of the sender's clock. slot: what it reads.
+    """One part's write. posted_at: in seconds of the sender's clock. bay: what it reads.
 
     copies, message: to post it once more, if nothing has left.
     """
@@ -78,7 +78,7 @@ class Post:
     message: bytes
     posted_at: float
     pools: Mapping[str, PoolTraffic]
-    slot: Slot | None = None
+    bay: Bay | None = None
 
 
 class Outgoing:
@@ -99,10 +99,10 @@ class Outgoing:
         self.num_posts = 0
         self.again: deque[Post] = deque()  # of which nothing has left, on connections now lost
         self._num_refused = 0
-        self.queue: deque[Chunk] = deque()
+        self.queue: deque[Shipment] = deque()
         self.in_flight: list[Post] = []
         self.silent_at = opened_at  # from when on no byte of a post that did not complete can move
-        self.stranded: list[Slot] = []  # of lost offers
+        self.stranded: list[Bay] = []  # of lost offers
         self.error: TransferFailed | None = None
         self._told = False
         self._last_page: dict[str, int] = {}  # by pool, the last page that was counted

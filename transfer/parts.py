@@ -15,10 +15,10 @@ from sluice.protocol.messages import (
     TransferFailed,
 )
 from sluice.transfer.checksum import ChecksumMode, checked_rows, checksum
-from sluice.transfer.outgoing import Chunk
+from sluice.transfer.outgoing import Shipment
 from sluice.transfer.peers import Peer
 from sluice.transfer.plan import Copy, byte_runs
-from sluice.transfer.staging import Convert, Packed, Slot, Staging, needs_packing
+from sluice.transfer.staging import Bay, Convert, Packed, Staging, needs_packing
 from sluice.transfer.transport import Transport
 
 STAGING = "*staging"  # the name of its memory at the transport
@@ -31,7 +31,7 @@ class Part:
 
     rows: Mapping[str, range]
     later: Mapping[str, range]
-    slot: Slot | None
+    bay: Bay | None
 
 
 class Parts:
@@ -59,14 +59,14 @@ class Parts:
         Raises IncompatiblePeers if it is too small.
         """
         targets = {spec.name: spec for spec in info.specs}
-        slot_bytes = Staging.slot_bytes_of(self._staging_bytes)
+        bay_bytes = Staging.bay_bytes_of(self._staging_bytes)
         pairs = [(pool.spec, targets[name]) for name, pool in self._pools.items()]
-        packed = [t for s, t in pairs if needs_packing(s, t, slot_bytes)]
+        packed = [t for s, t in pairs if needs_packing(s, t, bay_bytes)]
         for target in packed:
-            if target.page_bytes > slot_bytes:
+            if target.page_bytes > bay_bytes:
                 raise IncompatiblePeers(
                     f"pool {target.name}: rows become {target.dtype} for {info.node_id}, in pages "
-                    f"of {target.page_bytes} bytes, and a slot of staging memory has {slot_bytes}; "
+                    f"of {target.page_bytes} bytes, and a bay of staging memory has {bay_bytes}; "
                     f"set transfer.staging_bytes to {Staging.bytes_for(target.page_bytes)} or more"
                 )
         if packed and self._staging is None:
@@ -75,25 +75,25 @@ class Parts:
             self._transport.stage(STAGING, self._staging.memory)
         return frozenset(spec.name for spec in packed)
 
-    def next_of(self, chunk: Chunk, peer: Peer) -> Part | None:
-        """As much of the chunk as can be posted at once; None if a slot must come free first."""
+    def next_of(self, chunk: Shipment, peer: Peer) -> Part | None:
+        """As much of the chunk as can be posted at once; None if a bay must come free first."""
         packed = [name for name in chunk.rows if name in peer.packed]
         if not packed:
             return Part(chunk.rows, {}, None)
         assert self._staging is not None, "a peer with packed pools brings staging memory"
-        slot = self._staging.take()
-        if slot is None:
+        bay = self._staging.take()
+        if bay is None:
             return None
         rows = {name: r for name, r in chunk.rows.items() if name not in peer.packed}
         later = {}
         for name in packed:
             wanted = chunk.rows[name]
-            fitting = slot.reserve(peer.specs[name], wanted)
+            fitting = bay.reserve(peer.specs[name], wanted)
             if fitting:
                 rows[name] = fitting
             if fitting.stop < wanted.stop:
                 later[name] = range(fitting.stop, wanted.stop)
-        return Part(rows, later, slot)
+        return Part(rows, later, bay)
 
     def lay_out(
         self, part: Part, grant: PageGrant, peer: Peer, pages: Pages
@@ -104,18 +104,18 @@ class Parts:
             pool, target = self._pools[name], peer.specs[name]
             here, there = pages[pool.spec.table], _target_run(grant, peer, name)
             if name in peer.packed:
-                assert part.slot is not None, "packed rows need a slot"
-                packed[name] = part.slot.pack(pool, here, target, there, rows, self._convert)
+                assert part.bay is not None, "packed rows need a bay"
+                packed[name] = part.bay.pack(pool, here, target, there, rows, self._convert)
                 copies.append(Copy(STAGING, name, packed[name].runs))
             else:
                 copies.append(Copy(name, name, byte_runs(pool.spec, here, target, there, rows)))
         return copies, dict(self._checksums(part.rows, pages, packed))
 
-    def free(self, slot: Slot | None) -> None:
+    def free(self, bay: Bay | None) -> None:
         """The part's rows are not read any more."""
-        if slot is not None:
-            assert self._staging is not None, "slots come from staging memory"
-            self._staging.give_back(slot)
+        if bay is not None:
+            assert self._staging is not None, "bays come from staging memory"
+            self._staging.give_back(bay)
 
     def _checksums(
         self, rows: Mapping[str, range], pages: Pages, packed: Mapping[str, Packed]

@@ -32,7 +32,7 @@ from sluice.protocol.messages import NodeInfo, PageGrant, TransferFailed
 from sluice.transfer.checksum import ChecksumMode
 from sluice.transfer.notification import Notification
 from sluice.transfer.offers import Offers
-from sluice.transfer.outgoing import Chunk, Outgoing, Post, Transfer
+from sluice.transfer.outgoing import Outgoing, Post, Shipment, Transfer
 from sluice.transfer.parts import Pages, Part, Parts
 from sluice.transfer.peers import Peer, Peers, check_peers
 from sluice.transfer.plan import Copy
@@ -134,7 +134,7 @@ class Sender:
             candidates = {name: outgoing.rows(spec, end) for name, spec in self._specs.items()}
             rows = {name: pool_rows for name, pool_rows in candidates.items() if pool_rows}
             if rows or last:
-                outgoing.queue.append(Chunk(rows, pages, first_token))
+                outgoing.queue.append(Shipment(rows, pages, first_token))
             outgoing.sent_tokens = end
             self._post_queued(outgoing)
             if outgoing.error is not None:
@@ -183,8 +183,8 @@ class Sender:
         """End of the grant here; nothing of it may be in flight. Unknown ids are ignored."""
         assert not self.in_flight(grant_id), f"grant {grant_id} still has writes in flight"
         outgoing = self._outgoing.pop(grant_id, None)
-        for slot in outgoing.stranded if outgoing else ():
-            self._parts.free(slot)
+        for bay in outgoing.stranded if outgoing else ():
+            self._parts.free(bay)
 
     def close(self) -> None:
         """Give up everything and close the transport."""
@@ -230,15 +230,15 @@ class Sender:
         outgoing.in_flight.append(replace(post, handle=handle, peer=peer, posted_at=self._clock()))
 
     def _drop(self, outgoing: Outgoing) -> None:
-        """Free the slots of posts that will not be repeated."""
+        """Free the bays of posts that will not be repeated."""
         for post in outgoing.take_back():
-            self._parts.free(post.slot)
+            self._parts.free(post.bay)
 
     def _post(self, outgoing: Outgoing, peer: Peer, part: Part) -> None:
         """Post a part of the first chunk that waits."""
         chunk = outgoing.queue.popleft()
         if part.later:
-            outgoing.queue.appendleft(Chunk(part.later, chunk.pages, chunk.first_token))
+            outgoing.queue.appendleft(Shipment(part.later, chunk.pages, chunk.first_token))
         token = None if part.later else chunk.first_token
         try:
             copies, checksums = self._parts.lay_out(part, outgoing.grant, peer, chunk.pages)
@@ -247,13 +247,13 @@ class Sender:
             outgoing.check(now)  # again: planning and checksums take time
             handle = self._handle(peer, copies, message)
         except TransferFailed:
-            self._parts.free(part.slot)
+            self._parts.free(part.bay)
             raise
         traffic = {
             copy.target: outgoing.count(peer.specs[copy.target], part.rows[copy.target], copy.runs)
             for copy in copies
         }
-        outgoing.posted(Post(handle, peer, copies, message, now, traffic, part.slot))
+        outgoing.posted(Post(handle, peer, copies, message, now, traffic, part.bay))
 
     def _handle(self, peer: Peer, copies: Sequence[Copy], message: bytes) -> Handle:
         """Post it; on a connection that proves lost, once more on a new one. Raises TransferFailed.
@@ -338,9 +338,9 @@ class Sender:
                 self._give_back(outgoing, outgoing.give_up(self._posts, reason, now), now)
 
     def _give_back(self, outgoing: Outgoing, posts: Sequence[Post], now: float) -> None:
-        """Free the posts' slots, or leave them as they are while a peer may read them."""
+        """Free the posts' bays, or leave them as they are while a peer may read them."""
         for post in posts:
-            if post.slot is not None and self._mode == "read" and now < outgoing.silent_at:
-                outgoing.stranded.append(post.slot)
+            if post.bay is not None and self._mode == "read" and now < outgoing.silent_at:
+                outgoing.stranded.append(post.bay)
             else:
-                self._parts.free(post.slot)
+                self._parts.free(post.bay)

@@ -2,12 +2,12 @@
 
 From pool to pool a run is as long as both layouts allow. Where they differ that is a few rows of
 one layer, and rows of another dtype cannot be written as they are at all. Such rows are copied into
-a slot of registered memory first, as whole pages of the target's kind:
+a bay of registered memory first, as whole pages of the target's kind:
 
     source pages   |L0 L1 ..|L0 L1 ..|           256 tokens each
-    slot           |L0 L1|L0 L1|L0 L1|L0 L1|     128 tokens each: one run a page
+    bay            |L0 L1|L0 L1|L0 L1|L0 L1|     128 tokens each: one run a page
 
-A slot belongs to one post and comes back with its end, so what is in flight bounds the memory.
+A bay belongs to one post and comes back with its end, so what is in flight bounds the memory.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from sluice.transfer.rows import rows_of
 # Descriptors of 18 KiB move as fast as a single one, those of 2 KiB at a fifth, those of 584 bytes
 # at a tenth of it: measured with NIXL 1.5.1, UCX and shared memory.
 PACK_BELOW_BYTES = 16 << 10
-NUM_SLOTS = 8
+NUM_BAYS = 8
 ALIGNMENT_BYTES = 64
 
 # Rows of one pool, [n, num_layers, *row], as the target stores them.
 Convert = Callable[[Tensor, PoolSpec, PoolSpec], Tensor]
 
 
-def needs_packing(source: PoolSpec, target: PoolSpec, slot_bytes: int) -> bool:
-    """Whether rows of this pool go through a slot: they must, or it is faster and they can."""
+def needs_packing(source: PoolSpec, target: PoolSpec, bay_bytes: int) -> bool:
+    """Whether rows of this pool go through a bay: they must, or it is faster and they can."""
     if source.dtype != target.dtype:
         return True
     if source.rows_per_page == target.rows_per_page:
         return False
     run_bytes = math.gcd(source.rows_per_page, target.rows_per_page) * source.row_bytes
-    return run_bytes < PACK_BELOW_BYTES and target.page_bytes <= slot_bytes
+    return run_bytes < PACK_BELOW_BYTES and target.page_bytes <= bay_bytes
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Rows of one pool in a slot: `pages` [num_pages, *page_shape], from logical page `first` on.
+    """Rows of one pool in a bay: `pages` [num_pages, *page_shape], from logical page `first` on.
 
     runs: from the staging memory's first byte into the target's pool.
     """
@@ -68,7 +68,7 @@ class Packed:
         return PageRun(self.first, tuple(range(len(self.pages))))
 
 
-class Slot:
+class Bay:
     """A part of the staging memory that is filled from its beginning."""
 
     def __init__(self, memory: Tensor, start: int, num_bytes: int) -> None:
@@ -120,26 +120,26 @@ class Staging:
         on = "cpu" if device == "host" else device
         pinned = device == "host"
         self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=on, pin_memory=pinned)
-        slot_bytes = self.slot_bytes_of(num_bytes)
-        self._free = [Slot(self.memory, i * slot_bytes, slot_bytes) for i in range(NUM_SLOTS)]
+        bay_bytes = self.bay_bytes_of(num_bytes)
+        self._free = [Bay(self.memory, i * bay_bytes, bay_bytes) for i in range(NUM_BAYS)]
 
     @staticmethod
-    def slot_bytes_of(num_bytes: int) -> int:
-        """What a slot of so much staging memory has."""
-        return num_bytes // NUM_SLOTS // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+    def bay_bytes_of(num_bytes: int) -> int:
+        """What a bay of so much staging memory has."""
+        return num_bytes // NUM_BAYS // ALIGNMENT_BYTES * ALIGNMENT_BYTES
 
     @staticmethod
-    def bytes_for(slot_bytes: int) -> int:
-        """The least staging memory whose slots have so much."""
-        return _padded(slot_bytes) * NUM_SLOTS
+    def bytes_for(bay_bytes: int) -> int:
+        """The least staging memory whose bays have so much."""
+        return _padded(bay_bytes) * NUM_BAYS
 
-    def take(self) -> Slot | None:
-        """An empty slot, None while all are in flight."""
+    def take(self) -> Bay | None:
+        """An empty bay, None while all are in flight."""
         return self._free.pop() if self._free else None
 
-    def give_back(self, slot: Slot) -> None:
-        slot.clear()
-        self._free.append(slot)
+    def give_back(self, bay: Bay) -> None:
+        bay.clear()
+        self._free.append(bay)
 
 
 def _padded(num_bytes: int) -> int:

@@ -27,10 +27,10 @@ from typing import Any, NamedTuple
 
 from sluice.protocol.messages import GenerateRequest, QueueFull, SluiceError, Unavailable
 from sluice.router.common.events import log_event
-from sluice.router.dispatch.nodes import RoutedDecode, RoutedNode, RoutedPrefill
+from sluice.router.dispatch.nodes import MaxTokens, Nodes
 from sluice.router.dispatch.policy import Policy, Turn
 from sluice.router.dispatch.prompt import Prompt
-from sluice.router.dispatch.registry import MaxTokens, Nodes
+from sluice.router.dispatch.routed_node import RoutedDecode, RoutedNode, RoutedPrefill
 
 logger = logging.getLogger(__name__)
 

@@ -257,7 +257,7 @@ Function = Annotated[
         }
     ),
 ]
-Choice = Annotated[
+ToolChoiceField = Annotated[
     ToolChoice,
     BeforeValidator(_tool_choice),
     WithJsonSchema(

@@ -19,7 +19,6 @@ from sluice.protocol.limits import (
 )
 from sluice.router.reading.fields import (
     Arguments,
-    Choice,
     Function,
     LogitBias,
     Prompts,
@@ -27,6 +26,7 @@ from sluice.router.reading.fields import (
     TemplateArguments,
     Text,
     ToolChoice,
+    ToolChoiceField,
 )
 from sluice.router.reading.history import in_one_spelling
 from sluice.router.text.answers.conversation import Effort
@@ -258,7 +258,7 @@ class ConversationSchema(Schema):
     """Fields that decide what a conversation's prompt is, and how its answer is read."""
 
     tools: List[Tool] = []
-    tool_choice: Choice = ToolChoice()
+    tool_choice: ToolChoiceField = ToolChoice()
     parallel_tool_calls: bool = True
     thinking: Thinking | None = None
     reasoning_effort: Effort | None = None

@@ -52,9 +52,9 @@ async def deployment(config):
     from sluice.deploy.actors.node_actors import DecodeActor, PrefillActor
     from sluice.router.common.background import Background
     from sluice.router.dispatch.dispatcher import Dispatcher
+    from sluice.router.dispatch.nodes import Nodes
     from sluice.router.dispatch.policy import Policy
     from sluice.router.dispatch.queue import WaitingQueue
-    from sluice.router.dispatch.registry import Nodes
 
     class Counting(PrefillActor):
         """Knows which aborts came before their run."""

@@ -28,9 +28,9 @@ from sluice.protocol.messages import (
 )
 from sluice.router.common.background import Background
 from sluice.router.dispatch.dispatcher import Dispatcher
+from sluice.router.dispatch.nodes import Nodes
 from sluice.router.dispatch.policy import Policy
 from sluice.router.dispatch.queue import WaitingQueue
-from sluice.router.dispatch.registry import Nodes
 from sluice.transfer.local_transport import LocalTransport
 from sluice.transfer.notification import Notification
 

@@ -20,7 +20,7 @@ from sluice.protocol.messages import ConfigError
         ({"model": {"path": "m"}, "decode": {"replicas": 99}}, "replicas is 99, expected 0"),
         ({"model": {"path": "m"}, "router": {"port": "http"}}, "router.port: .*got 'http'"),
         ({"model": {"path": "m"}, "prefill": {"pools": {"x": {"span": 4}}}}, "tokens_per_page"),
-        ({"model": {"path": "m"}, "decode": {"resume_every_tokens": 9}}, "write it under `prefill`"),
+        ({"model": {"path": "m"}, "decode": {"resume_every_tokens": 9}}, "under `prefill`"),
         ({"model": {"path": "m"}, "prefill": {"tensor_parallel": 1}}, "leave it out"),
         ({"model": {"path": "m"}, "router": {"otlp_endpoint": "http://x"}}, "at the top level"),
         ({"model": {"path": "m"}, "router": {"canary": {"config": "x"}}}, "starts no second"),

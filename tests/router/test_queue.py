@@ -17,11 +17,11 @@ from ledgers import promised_pages
 from sluice.cache.spec import Full, PoolSpec
 from sluice.protocol.messages import GenerateRequest, NodeInfo, Role, SamplingParams, Unavailable
 from sluice.router.common.background import Background
-from sluice.router.dispatch.nodes import RoutedNode
+from sluice.router.dispatch.nodes import Nodes
 from sluice.router.dispatch.policy import COMMON, Policy
 from sluice.router.dispatch.prompt import Need, Prompt
 from sluice.router.dispatch.queue import Pair, WaitingQueue
-from sluice.router.dispatch.registry import Nodes
+from sluice.router.dispatch.routed_node import RoutedNode
 
 PAGE = 16
 SPEC = PoolSpec("pages", (0,), (1,), "float32", 1, PAGE, Full())

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from sluice.router.dispatch import nodes
+from sluice.router.dispatch import routed_node as nodes
 from sluice.router.openai import streaming
 
 

@@ -12,7 +12,7 @@ from sluice.protocol.messages import IncompatiblePeers, PageGrant, Role, Transfe
 from sluice.transfer.local_transport import LocalTransport
 from sluice.transfer.peers import RECONNECT_EVERY_S
 from sluice.transfer.plan import rows_to_receive
-from sluice.transfer.staging import NUM_SLOTS
+from sluice.transfer.staging import NUM_BAYS
 from sluice.transfer.transport import NothingLeft
 
 
@@ -425,7 +425,7 @@ def test_what_cannot_go_again_leaves_nothing_in_flight_and_its_memory_free(toy):
     clock = Clock()
     relaid = toy.relaid(toy.SPECS, history=48, index=16)
     source, target = toy.pair(relaid, kind=HoldingTransport, clock=clock)
-    for number in range(2 * NUM_SLOTS):
+    for number in range(2 * NUM_BAYS):
         grant = target.grant(20, f"g{number}")
         toy.deliver(source, grant, [20])
         source.transport.outcome = NothingLeft("no sign", silent=True)
@@ -492,7 +492,7 @@ def test_what_waits_when_the_lease_ends_is_reported_as_failed(toy):
     clock = Clock()
     relaid = toy.relaid(toy.SPECS, history=48, index=16)
     source, target = toy.pair(relaid, kind=SlowTransport, clock=clock)
-    held = [target.grant(40, f"g{number}", lease_s=30.0) for number in range(NUM_SLOTS)]
+    held = [target.grant(40, f"g{number}", lease_s=30.0) for number in range(NUM_BAYS)]
     for grant in held:
         toy.deliver(source, grant, [40])
     waiting = target.grant(40, "waiting", lease_s=5.0)

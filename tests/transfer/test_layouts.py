@@ -132,7 +132,7 @@ def check_layouts(toy, group, kind, mode):
 
 
 @pytest.mark.parametrize("mode", ["write", "read"])
-def test_what_has_no_room_in_staging_memory_waits_for_a_slot(toy, mode):
+def test_what_has_no_room_in_staging_memory_waits_for_a_bay(toy, mode):
     target_specs = tuple(spec_with(s, 1, s.dtype) for s in SPECS)
     largest = max(spec.page_bytes for spec in target_specs)
     options = {"staging_bytes": Staging.bytes_for(largest), "checksum": "full", "mode": mode}
@@ -182,9 +182,9 @@ def test_rows_are_packed_where_runs_would_be_short_or_cannot_be():
     room = 1 << 30
     assert not needs_packing(spec, spec, room)
     assert needs_packing(spec, halved, room)
-    assert not needs_packing(spec, halved, slot_bytes=halved.page_bytes - 1), "runs do as well"
+    assert not needs_packing(spec, halved, bay_bytes=halved.page_bytes - 1), "runs do as well"
     assert not needs_packing(long_run, longer, room)
-    assert needs_packing(spec, spec.stored_as("bfloat16"), slot_bytes=0)
+    assert needs_packing(spec, spec.stored_as("bfloat16"), bay_bytes=0)
 
 
 def test_every_pair_of_dtypes_is_accepted_and_an_undeclared_one_is_not(toy):

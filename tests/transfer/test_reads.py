@@ -250,7 +250,7 @@ def test_staging_memory_of_an_abandoned_offer_is_not_used_again_while_it_may_be_
     grant, runs = offered(toy, source, late)
     clocks[0].now_s = LEASE_S
     source.end.poll()
-    for number in range(20):  # more than there are slots
+    for number in range(20):  # more than there are bays
         second, _ = offered(toy, source, other, f"g{number}", epoch=number)
         toy.wait_for(lambda _, g=second: not source.end.in_flight(g.grant_id), source, other)
     toy.wait_for(bool, late)
