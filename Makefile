@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test test-hosts test-clients gpu-check docs lint types format install check clean
+.PHONY: demo test test-hosts test-clients mutants gpu-check docs lint types format install check clean
 
 demo: install
 	$(BIN)/python -m sluice.deploy.demo
@@ -23,6 +23,10 @@ test-hosts: install
 # Real clients, unchanged, in an environment of their own; minutes to install.
 test-clients: install .venv-clients/.installed
 	$(BIN)/python tests/clients/run.py $(ARGS)
+
+# Planted changes, each of which some test has to notice: an hour or two. ARGS=--folders cache,engine
+mutants: install
+	$(BIN)/python tests/mutants/run.py $(ARGS)
 
 # The packages of the extra `clients`, and nothing of ours.
 LIST_CLIENTS := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["clients"], sep="\n")

@@ -85,7 +85,7 @@ def drawn(number: int) -> dict:
         body["parallel_tool_calls"] = rng.random() < 0.5
         body["max_tokens"] *= rng.choice([1, 4])  # a call takes a hundred
     if rng.random() < 0.5:  # or it would seldom come to an end of its reasoning
-        body["logit_bias"] = {str(END_THINK_ID): rng.choice([4, 8])}
+        body["logit_bias"] = {str(END_THINK_ID): rng.choice([14, 15, 16, 17])}
     if rng.random() < 0.2:
         body["n"] = 2
     if rng.random() < 0.2:
