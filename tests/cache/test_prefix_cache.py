@@ -12,7 +12,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from manager_driver import MAX_LEN, MAX_REQUESTS, STEP_TOKENS, Driver, make_manager
-from simulated_pools import REPLAY_TOKENS
+from simulated_pools import REPLAY_TOKENS, SPECS
+
+from sluice.cache.manager import NoRoom
+from sluice.cache.spec import tables_of
 
 NUM_EXAMPLES = int(os.environ.get("MANAGER_EXAMPLES", "100"))  # of 100 steps each
 
@@ -96,6 +99,19 @@ def test_the_same_prompt_again_computes_only_its_last_chunk():
     assert driver.run(prompt) == 48, "the resume point before the last token"
 
 
+def test_shared_pages_are_in_use_no_more_where_there_is_no_room_for_the_rest():
+    driver = Driver(make_manager())
+    driver.run([1] * 60)
+    longer, manager = [1] * 60 + [2], driver.manager
+    hit = manager.find_resumable(manager.keys_of(longer), longer)
+    before = manager.usage()
+    assert hit.num_tokens == 60
+    with pytest.raises(NoRoom):
+        manager.grant("long", num_tokens=60, max_tokens=100_000, hit=hit)
+    manager.check()
+    assert manager.usage() == before, "and nothing was evicted for what cannot be"
+
+
 def test_another_salt_shares_nothing():
     manager = make_manager()
     driver = Driver(manager)
@@ -150,3 +166,39 @@ def test_without_a_model_that_allows_it_nothing_is_replayed():
     driver = Driver(make_manager(replay_tokens=None))
     driver.run([1] * 100)
     assert driver.run([1] * 23 + [2] * 10) == 0
+
+
+@pytest.mark.parametrize("table", tables_of(SPECS), ids=str)
+def test_a_page_is_held_as_long_as_a_row_of_it_lives_and_no_token_longer(table):
+    for page in range(4):
+        ends = [n for n in range(1, 400) if table.first_page(n) > page]
+        assert table.page_expires_at(page) == (min(ends) if ends else float("inf"))
+
+
+def test_history_that_was_looked_up_outlives_what_is_older():
+    driver = Driver(make_manager())
+    old, new = [1] * 40, [2] * 40
+    driver.run(old)
+    driver.run(new)
+    manager = driver.manager
+    assert manager.find_history(manager.keys_of(old)).num_tokens == 32  # used now
+    table = manager._full[0]
+    allocator = manager._allocators[table]
+    manager._tree.evict(table, allocator.num_free + 1)
+    assert manager.find_history(manager.keys_of(old)).num_tokens == 32
+    assert manager.find_history(manager.keys_of(new)).num_tokens < 32
+
+
+def test_spare_resume_points_go_before_others_however_new():
+    driver = Driver(make_manager())
+    manager, prompt = driver.manager, [1] * 20
+    holder, _ = driver.prefill(prompt)
+    driver.compute(holder, 4)
+    driver.compute(holder, 4, spare=True)
+    driver.release(holder)
+    [table] = [t for t in manager.tables if not t.keeps_all][:1]
+    before = manager._tree.num_resumes
+    while manager._tree.num_resumes == before:
+        manager._tree.evict(table, manager._allocators[table].num_free + 1)
+    longer = [*prompt[:8], 9, 9]
+    assert manager.find_resumable(manager.keys_of(longer), longer).num_tokens == 4

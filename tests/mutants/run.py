@@ -81,6 +81,8 @@ FOLDERS = {
         25,
         (
             f"{NODES}/test_local_prompts.py",
+            f"{NODES}/test_grants.py",
+            f"{NODES}/test_planner.py",
             f"{NODES}/test_node_faults.py",
             f"{NODES}/test_message_order.py",
             f"{NODES}/test_choice_options.py",

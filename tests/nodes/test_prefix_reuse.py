@@ -106,6 +106,26 @@ def test_a_hit_is_reported_and_moves_only_what_is_new(config, start_local, singl
     assert sent_bytes(pair) - full_bytes < full_bytes / 2
 
 
+def test_a_request_that_ends_with_its_first_token_moves_nothing(config, start_local, single):
+    pair, rng = start_local(config), random.Random(9)
+    asked = request(random_tokens(rng, 10), max_tokens=1)  # one chunk
+    grant = pair.reserve(asked)
+    first = pair.prefill.run(asked, grant).result(30)
+    assert [first.token_id] == single.generate(asked)[0] and first.finish_reason is not None
+    assert sent_bytes(pair) == 0
+
+
+def test_pages_that_arrive_renew_their_lease(config, start_local):
+    pair, rng = start_local(config), random.Random(10)
+    asked = request(random_tokens(rng, 20))
+    grant = pair.reserve(asked)
+    stream = pair.decode._grants.get(grant.grant_id)
+    promised = stream.deadline
+    pair.prefill.run(asked, grant).result(30)
+    pair.finish(grant)
+    assert stream.deadline > promised
+
+
 def test_another_salt_neither_computes_nor_moves_less(config, start_local):
     pair, rng = start_local(config), random.Random(6)
     prompt = random_tokens(rng, 100)
@@ -239,6 +259,26 @@ def test_where_only_window_and_state_are_gone_the_last_window_is_computed_again(
         assert [first.token_id, *tokens] == single.generate(turn)[0]
         assert first.num_cached_tokens == expected_hit
         expected_hit = 10 * PAGE  # where prompts turned off before, later ones resume
+
+
+def test_nothing_is_resumed_from_among_replayed_tokens(
+    tiny_checkpoint, config_of, start_local, single
+):
+    """Their window and state are not right before the replay has come to its end."""
+    config = config_of(tiny_checkpoint, prefill=KEPT | {"resume_every_tokens": 4096}, decode=KEPT)
+    pair, rng = start_local(config), random.Random(11)
+    shared = random_tokens(rng, 10 * PAGE + 3)
+    pair.generate(request([*shared, *random_tokens(rng, 100)]))
+    pair.prefill._scheduler._resume_every_tokens = 4  # from now on at every chance
+    for num_shared, whole_pages in ((len(shared), 10), (9 * PAGE + 4, 9)):
+        prompt = [*shared[:num_shared], *random_tokens(rng, 30)]
+        turn = request(prompt, max_tokens=8, name=f"r{num_shared}")
+        grant = pair.reserve(turn)
+        first = pair.prefill.run(turn, grant).result(30)
+        tokens, _ = pair.finish(grant)
+        replayed_from = whole_pages * PAGE - pair.prefill.runner.model.replay_tokens
+        assert first.num_cached_tokens == replayed_from, "the other's replay left nothing behind"
+        assert [first.token_id, *tokens] == single.generate(turn)[0]
 
 
 def test_both_nodes_tell_which_prefixes_they_have_in_keys_that_the_router_computes(
