@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-from sluice.cache.spec import PoolSpec, TableSpec, tables_of
+from sluice.cache.spec import PoolSpec, TableSpec, ceil_div, tables_of
 
 
 def plan_pages(
@@ -46,14 +47,16 @@ def plan_pages(
         left_bytes -= num_resumes * resume_bytes
         for table in pages:
             pages[table] += num_resumes * table.max_pages(1, max_model_len)
-    bytes_per_token = sum(page_bytes[table] / table.tokens_per_page for table in full)
-    max_tokens = int(left_bytes / bytes_per_token) if full else 0
+    unit = math.lcm(*(table.tokens_per_page for table in full))  # tokens: whole pages of all
+    unit_bytes = sum(page_bytes[table] * (unit // table.tokens_per_page) for table in full)
+    max_tokens = left_bytes * unit // unit_bytes if full else 0
     for table in full:
         pages[table] = max_tokens // table.tokens_per_page
         if not keep_prefixes:
             pages[table] = min(pages[table], max_requests * table.max_pages(1, max_model_len))
         if pages[table] < 1:
-            needed = bounded_bytes + 2 * null_bytes
+            longest = max(table.tokens_per_page for table in full)
+            needed = bounded_bytes + null_bytes + ceil_div(longest * unit_bytes, unit)
             raise ValueError(
                 f"cache_bytes is {cache_bytes}, expected at least {needed} for "
                 f"{max_requests} requests of {max_step_tokens} tokens a step; "

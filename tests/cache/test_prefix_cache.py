@@ -202,3 +202,32 @@ def test_spare_resume_points_go_before_others_however_new():
         manager._tree.evict(table, manager._allocators[table].num_free + 1)
     longer = [*prompt[:8], 9, 9]
     assert manager.find_resumable(manager.keys_of(longer), longer).num_tokens == 4
+
+
+def test_history_that_a_prompt_resumes_from_outlives_what_is_newer():
+    driver = Driver(make_manager())
+    old, new = [1] * 40, [2] * 40
+    driver.run(old)
+    driver.run(new)
+    manager = driver.manager
+    longer = [*old, 3]
+    assert manager.find_resumable(manager.keys_of(longer), longer).num_tokens == 40
+    table = manager._full[0]
+    manager._tree.evict(table, manager._allocators[table].num_free + 1)
+    assert manager.find_history(manager.keys_of(old)).num_tokens == 32
+
+
+def test_of_resume_points_of_one_length_each_is_found_as_long_as_it_is_there():
+    driver = Driver(make_manager())
+    manager, begun = driver.manager, [1] * 4
+    for last in (5, 6):
+        driver.run([*begun, last])
+    tree = manager._tree
+    keys = [key for key in (*tree._spares, *tree._resumes) if len(key[1]) == 5]
+    assert len(keys) == 2
+    tree._drop_resume(keys[0])
+    tree.check()
+    kept = [*keys[1][1], 9]
+    assert manager.find_resumable(manager.keys_of(kept), kept).num_tokens == 5
+    tree._drop_resume(keys[1])
+    assert manager.find_resumable(manager.keys_of(kept), kept).num_tokens == 0
