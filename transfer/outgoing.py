@@ -88,7 +88,7 @@ class Outgoing:
     are complete at this length have been queued.
     """
 
-    def __init__(self, grant: PageGrant, opened_at: float, *, read_by_peer: bool = False) -> None:
+    def __init__(self, grant: PageGrant, opened_at: float, *, read_by_peer: bool) -> None:
         self.grant = grant
         self._unheard_s = (UNHEARD_LEASES if read_by_peer else 1) * grant.lease_s
         self._read_by_peer = read_by_peer
