@@ -323,7 +323,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--csv", type=Path, default=RESULTS / "mutants.csv")
     given = parser.parse_args()
-    origin = provenance("make mutants")
+    origin = provenance(" ".join(["tests/mutants/run.py", *sys.argv[1:]]))
     print_provenance(console := Console(), origin)
     folders = given.folders.split(",")
     drawn_ones = [
