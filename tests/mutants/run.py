@@ -94,7 +94,10 @@ FOLDERS = {
         30,
         tuple(
             f"{ROUTER}/test_{name}.py"
-            for name in ("queue", "policy", "capacity", "cancel", "faults", "breaker", "inbox")
+            for name in (
+                *("queue", "policy", "capacity", "cancel", "faults", "breaker", "inbox"),
+                *("held", "cached"),
+            )
         ),
     ),
     "router/text": Folder(

@@ -223,3 +223,10 @@ async def test_a_timer_that_comes_a_moment_too_early_ends_its_pause_all_the_same
     assert not node.room_tokens()
     monkeypatch.setattr(loop, "time", lambda: called[-1] - 1e-4)
     assert node.room_tokens() and node.trusted
+
+
+async def test_when_a_message_expires_is_told_on_the_nodes_own_clock(world):
+    """What has passed since the node told its time is added, whatever its clock says."""
+    node, loop = world.service.nodes.find("decode-0"), asyncio.get_running_loop()
+    node._node_clock = (1000.0, loop.time() - 5.0)
+    assert await node.expires_at(30.0) == pytest.approx(1035.0, abs=1.0)
