@@ -396,6 +396,8 @@ def _explain(error: ValidationError) -> Iterator[str]:
             yield f"{key}: unknown key; {hint}"
         elif problem["type"] == "missing":
             yield f"{key}: missing; it has no default"
+        elif problem["type"] == "value_error" and isinstance(problem["input"], dict):
+            yield f"{key}: {problem['ctx']['error']}"  # of a section, which may hold a secret
         else:
             got = "what is not shown" if key in SECRETS else shown(problem["input"])
             yield f"{key}: {problem['msg']}, got {got}"

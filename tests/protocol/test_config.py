@@ -32,6 +32,24 @@ def test_a_wrong_key_or_value_is_named_with_the_way_out(data, message):
         parse_config(data)
 
 
+@pytest.mark.parametrize(
+    ("router", "message"),
+    [
+        ({"otlp_endpoint": "http://x"}, "router: `otlp_endpoint` is no key here"),
+        ({"metrics_key": True}, "router: metrics_key is true, expected api_keys_file"),
+        ({"tls_key_file": "k"}, "router: expected both tls_cert_file and tls_key_file"),
+        ({"canary": {"config": "x"}}, "router.canary: `config` is no key here"),
+        ({"port": "http"}, "router.port: "),
+        ({"prot": 1}, "router.prot: unknown key"),
+    ],
+)
+def test_a_fault_of_a_section_does_not_show_its_secret(router, message):
+    secret = "never to be seen"
+    with pytest.raises(ConfigError, match=message) as info:
+        parse_config({"model": {"path": "m"}, "router": router | {"prefix_secret": secret}})
+    assert secret not in str(info.value)
+
+
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match="no-such.yaml: No such file"):
         load_config(tmp_path / "no-such.yaml")
