@@ -20,7 +20,6 @@ from sluice.engine.request import Request
 from sluice.kernels import cpu
 from sluice.model.registry import Model, load_model
 from sluice.protocol.config import RoleConfig, SluiceConfig
-from sluice.protocol.eos import eos_token_ids
 from sluice.protocol.grammar import Grammars, Matcher
 from sluice.protocol.messages import (
     ConfigError,
@@ -30,6 +29,7 @@ from sluice.protocol.messages import (
     Role,
     SamplingParams,
 )
+from sluice.protocol.special_tokens import eos_token_ids, readable_tokenizer
 
 # Of a prefill node's cache memory that running requests do not need: see benchmarks/trace_replay.py
 RESUME_SHARE = 0.15
@@ -122,7 +122,9 @@ class Runner:
             grammars=Grammars(
                 config.model.path,
                 vocab_size=model.vocab_size,
-                eos_token_ids=eos_token_ids(config.model.path, model.vocab_size),
+                eos_token_ids=eos_token_ids(
+                    config.model.path, model.vocab_size, readable_tokenizer(config.model.path)
+                ),
             ),
             resumes=prefills,
         )

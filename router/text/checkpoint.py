@@ -9,9 +9,9 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from sluice.protocol.config import ModelConfig
-from sluice.protocol.eos import eos_token_ids
 from sluice.protocol.messages import ConfigError
 from sluice.protocol.reading import MAX_JSON_BYTES, read_json, read_text, shown
+from sluice.protocol.special_tokens import eos_token_ids, is_text, token_text
 from sluice.router.text.v4.encoding import Release
 
 FILE = "checkpoint file"  # what errors call it
@@ -51,9 +51,9 @@ def read_checkpoint(model: ModelConfig) -> Checkpoint:
         tokenizer=tokenizer,
         vocab_size=vocab_size,
         max_model_len=_max_model_len(model, _positive(config, "max_position_embeddings", folder)),
-        eos_token_ids=eos_token_ids(folder, vocab_size),
-        bos_token=_token_text(tokenizer_config, "bos_token", folder),
-        eos_token=_token_text(tokenizer_config, "eos_token", folder),
+        eos_token_ids=eos_token_ids(folder, vocab_size, tokenizer),
+        bos_token=token_text(tokenizer_config, "bos_token", folder),
+        eos_token=token_text(tokenizer_config, "eos_token", folder),
         add_bos_token=bool(tokenizer_config.get("add_bos_token", False)),
         chat_template=_chat_template(folder, tokenizer_config),
         model_type=str(config.get("model_type", "")),
@@ -102,18 +102,6 @@ def _max_model_len(model: ModelConfig, limit: int) -> int:
     return min(model.max_model_len or limit, limit)
 
 
-def _token_text(tokenizer_config: dict[str, Any], key: str, folder: Path) -> str | None:
-    """A special token is written as a string or as {"content": ...}."""
-    token = tokenizer_config.get(key)
-    text = token.get("content") if isinstance(token, dict) else token
-    if text is not None and not _is_text(text):
-        raise _fault(
-            folder / "tokenizer_config.json",
-            f"{key} is {shown(token)}, expected text or an object with text as `content`",
-        )
-    return text
-
-
 def _v4_release(model: ModelConfig) -> Release:
     """config.json does not tell them apart, the encoder's source beside the weights does."""
     if model.v4_release != "auto":
@@ -130,18 +118,13 @@ def _chat_template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None
     template = tokenizer_config.get("chat_template")
     if isinstance(template, list) and all(map(_is_named, template)):
         template = {each["name"]: each["template"] for each in template}.get("default")
-    if template is not None and not _is_text(template):
+    if template is not None and not is_text(template):
         raise _fault(
             folder / "tokenizer_config.json",
             f"chat_template is {shown(template)}, expected text, or a list of objects with `name` "
             "and `template`",
         )
     return template
-
-
-def _is_text(value: Any) -> bool:
-    """Half a character, which JSON can spell, is none."""
-    return isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value)
 
 
 def _is_named(template: Any) -> bool:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from sluice.cache.spec import unit_tokens
 from sluice.model.make_checkpoint import TINY, transformers_config
 from sluice.model.registry import declare_pools, describe
-from sluice.protocol.eos import eos_token_ids
 from sluice.protocol.messages import ConfigError
+from sluice.protocol.special_tokens import eos_token_ids
 
 OFFICIAL = {
     name: value
@@ -104,7 +104,7 @@ def described(folder):
         for specs in (declare_pools(folder, path) for path in ("auto", "native")):
             assert unit_tokens(specs) > 0
             assert all(spec.row_bytes > 0 and spec.tokens_per_page > 0 for spec in specs)
-            assert all(type(i) is int for i in eos_token_ids(folder, info.vocab_size))
+            assert all(type(i) is int for i in eos_token_ids(folder, info.vocab_size, None))
     except ConfigError as error:
         assert len(str(error)) < 2000
         return False
@@ -172,4 +172,4 @@ def test_a_file_that_is_no_json_object_is_named(content, words, file, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     (tmp_path / file).write_bytes(content)
     with pytest.raises(ConfigError, match=f"{file}: {words}"):
-        eos_token_ids(tmp_path, describe(tmp_path).vocab_size)
+        eos_token_ids(tmp_path, describe(tmp_path).vocab_size, None)
