@@ -129,11 +129,12 @@ COMPUTED = {
 
 @dataclass(frozen=True)
 class Mutant:
-    """One planted change. source: the file's text with it."""
+    """One planted change. text: the line it is in. source: the file's text with it."""
 
     folder: str
     file: str
     line: int
+    text: str
     was: str
     became: str
     source: str
@@ -146,6 +147,7 @@ class Outcome:
     folder: str
     file: str
     line: int
+    text: str
     was: str
     became: str
     outcome: str
@@ -243,7 +245,8 @@ def drawn(folder: str, number: int, seed: int) -> list[Mutant]:
         source = planted(tree, way, change)
         became = ast.unparse(change(copy.deepcopy(node)))
         file, was = str(path.relative_to(ROOT)), ast.unparse(node)
-        mutants.append(Mutant(folder, file, node.lineno, was[:80], became[:80], source))
+        text = path.read_text(encoding="utf-8").splitlines()[node.lineno - 1].strip()
+        mutants.append(Mutant(folder, file, node.lineno, text, was[:80], became[:80], source))
     return mutants
 
 
@@ -255,7 +258,8 @@ def reviewed() -> list[Mutant]:
         assert text.count(was) == 1, f"{file}: {was!r} stands there {text.count(was)} times"
         line = text[: text.index(was)].count("\n") + 1
         source = text.replace(was, became)
-        mutants.append(Mutant(folder, file, line, " ".join(was.split()), became.strip(), source))
+        here, was = text.splitlines()[line - 1].strip(), " ".join(was.split())
+        mutants.append(Mutant(folder, file, line, here, was, became.strip(), source))
     return mutants
 
 
@@ -264,7 +268,7 @@ def tried(mutant: Mutant, copy_of: Path) -> Outcome:
     path, begun = copy_of / mutant.file, time.monotonic()
     whole = path.read_text(encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-    command += ["-p", "no:randomly", *FOLDERS[mutant.folder].tests]
+    command += FOLDERS[mutant.folder].tests
     env = {**os.environ, "PYTHONPATH": str(copy_of.parent), "OMP_NUM_THREADS": "1"}
     try:
         path.write_text(mutant.source, encoding="utf-8")
@@ -277,17 +281,17 @@ def tried(mutant: Mutant, copy_of: Path) -> Outcome:
     finally:
         path.write_text(whole, encoding="utf-8")
     if outcome == "survived":
-        outcome = known_survivors().get((mutant.file, mutant.was, mutant.became), "left")
-    seconds = round(time.monotonic() - begun, 1)
-    return Outcome(
-        mutant.folder, mutant.file, mutant.line, mutant.was, mutant.became, outcome, seconds
-    )
+        key = mutant.file, mutant.text, mutant.was, mutant.became
+        outcome = known_survivors().get(key, "left")
+    planted = {name: value for name, value in asdict(mutant).items() if name != "source"}
+    return Outcome(**planted, outcome=outcome, seconds=round(time.monotonic() - begun, 1))
 
 
-def known_survivors() -> dict[tuple[str, str, str], str]:
-    """What was looked at: `equivalent` or `second line`."""
+def known_survivors() -> dict[tuple[str, str, str, str], str]:
+    """What was looked at, in its line: `equivalent` or `second line`."""
     with SURVIVORS.open(encoding="utf-8", newline="") as file:
-        return {(r["file"], r["was"], r["became"]): r["kind"] for r in csv.DictReader(file)}
+        rows = list(csv.DictReader(file))
+    return {(r["file"], r["text"], r["was"], r["became"]): r["kind"] for r in rows}
 
 
 def run(mutants: list[Mutant], jobs: int) -> list[Outcome]:
@@ -329,12 +333,11 @@ def main() -> int:
     origin = provenance(" ".join(["tests/mutants/run.py", *sys.argv[1:]]))
     print_provenance(console := Console(), origin)
     folders = given.folders.split(",")
-    drawn_ones = [
-        mutant
-        for name in folders
-        for mutant in drawn(name, given.number or FOLDERS[name].number, given.seed)
-    ]
-    mutants = reviewed() if given.reviewed else drawn_ones
+    if given.reviewed:
+        mutants = reviewed()
+    else:
+        numbers = {name: given.number or FOLDERS[name].number for name in folders}
+        mutants = [m for name in folders for m in drawn(name, numbers[name], given.seed)]
     outcomes = run(mutants, given.jobs)
     write_csv(given.csv, origin, [asdict(outcome) for outcome in outcomes])
     kinds = ("killed", "equivalent", "second line", "left")
