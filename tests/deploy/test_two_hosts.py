@@ -182,8 +182,10 @@ def write_config(a, files, mode):
     config["model"]["path"] = str(ROOT / "deploy/models/tiny-v4")
     config["prefill"]["replicas"] = 2
     config["prefill"]["max_batch_tokens"] = 256  # several chunks, hence several writes, a prompt
-    config["decode"]["cache_bytes"] = 1_700_000  # so few pages that they are soon used again
-    config["decode"]["max_running_requests"] = 4
+    # So few pages that they are soon used again: 8 for the history, of 256 tokens.
+    config["decode"] |= {
+        "cache_bytes": 1_700_000, "max_running_requests": 4, "max_batch_tokens": 16,
+    }  # fmt: skip
     config["router"]["prefill_policy"] = "round_robin"
     config["router"]["host"] = a.address
     config["transfer"] = {
