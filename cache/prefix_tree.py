@@ -22,7 +22,7 @@ unit used longest ago never has children.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -95,8 +95,7 @@ class PrefixTree:
         self._units: OrderedDict[Key, Unit] = OrderedDict()
         self._resumes: OrderedDict[TailKey, Resume] = OrderedDict()
         self._spares: OrderedDict[TailKey, Resume] = OrderedDict()
-        self._tails: defaultdict[Key, set[TailKey]] = defaultdict(set)  # by their last unit
-        self._lengths: defaultdict[Key, Counter[int]] = defaultdict(Counter)  # of these tails
+        self._tails: dict[Key, dict[int, set[TailKey]]] = {}  # by their last unit, and length
         self.journal = Journal()  # of the units' keys
 
     def __len__(self) -> int:
@@ -149,7 +148,7 @@ class PrefixTree:
 
     def can_add_resume(self, keys: PrefixKeys, tail: tuple[int, ...]) -> bool:
         """Whether a resume point there would be new, and its history is cached."""
-        if (keys.last, tail) in self._tails.get(keys.last, ()):
+        if self._has_resume((keys.last, tail)):
             return False
         return not keys.units or keys.last in self._units  # a unit is there only with all before
 
@@ -162,8 +161,7 @@ class PrefixTree:
         """
         assert self.can_add_resume(keys, tail), "look before adding"
         (self._spares if spare else self._resumes)[keys.last, tail] = resume
-        self._tails[keys.last].add((keys.last, tail))
-        self._lengths[keys.last][len(tail)] += 1
+        self._tails.setdefault(keys.last, {}).setdefault(len(tail), set()).add((keys.last, tail))
         for table, kept in resume.pages.items():
             self._allocators[table].keep(kept)
 
@@ -203,10 +201,15 @@ class PrefixTree:
         assert set(self.journal.since(0).added) == self._units.keys(), "the journal tells otherwise"
         if self._units:
             assert next(iter(self._units.values())).num_children == 0, "the oldest unit is a leaf"
-        hanging = {tail_key for tails in self._tails.values() for tail_key in tails}
+        hanging = {
+            tail_key
+            for last, by_length in self._tails.items()
+            for length, tails in by_length.items()
+            for tail_key in tails
+            if tail_key[0] == last and len(tail_key[1]) == length
+        }
         assert hanging == self._resumes.keys() | self._spares.keys()
-        for last, tails in self._tails.items():
-            assert self._lengths[last] == Counter(len(tail) for _, tail in tails)
+        assert all(all(by_length.values()) for by_length in self._tails.values()), "nothing empty"
         for (last, _), resume in (*self._resumes.items(), *self._spares.items()):
             deep = resume.num_tokens >= self.unit_tokens
             assert not deep or last in self._units, "a resume point without its history"
@@ -247,10 +250,10 @@ class PrefixTree:
 
         Looked for by length: there are fewer of these than tokens in a unit, however many points.
         """
-        tails = self._tails.get(last, ())
-        for length in sorted(self._lengths.get(last, ()), reverse=True):
+        by_length = self._tails.get(last, {})
+        for length in sorted(by_length, reverse=True):
             tail_key = last, tuple(token_ids[start : start + length])
-            if start + length <= limit and tail_key in tails:
+            if start + length <= limit and tail_key in by_length[length]:
                 return tail_key
         return None
 
@@ -281,24 +284,28 @@ class PrefixTree:
         resume = self._resumes[tail_key] = self._take(tail_key)
         return resume
 
+    def _has_resume(self, tail_key: TailKey) -> bool:
+        return tail_key in self._resumes or tail_key in self._spares
+
     def _take(self, tail_key: TailKey) -> Resume:
         return (self._spares if tail_key in self._spares else self._resumes).pop(tail_key)
 
     def _drop_resume(self, tail_key: TailKey) -> None:
         resume = self._take(tail_key)
         last, tail = tail_key
-        self._tails[last].discard(tail_key)
-        self._lengths[last][len(tail)] -= 1
-        if not self._lengths[last][len(tail)]:
-            del self._lengths[last][len(tail)]
-        if not self._tails[last]:
-            del self._tails[last], self._lengths[last]
+        by_length = self._tails[last]
+        by_length[len(tail)].discard(tail_key)
+        if not by_length[len(tail)]:
+            del by_length[len(tail)]
+        if not by_length:
+            del self._tails[last]
         for table, pages in resume.pages.items():
             self._allocators[table].unkeep(pages)
 
     def _drop_unit(self, unit: Unit) -> None:
         assert unit.num_children == 0, "history is given up from its end"
-        for tail_key in list(self._tails.get(unit.key, ())):
+        hanging = self._tails.get(unit.key, {}).values()
+        for tail_key in [tail_key for tails in hanging for tail_key in tails]:
             self._drop_resume(tail_key)
         del self._units[unit.key]
         self.journal.remove(unit.key)
