@@ -14,12 +14,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
-from llguidance import LLMatcher
-
-from sluice.protocol.limits import check_size
 from sluice.protocol.messages import InvalidRequest
 from sluice.router.text.families.tool_formats import END_THINK, THINK, ToolFormat
-from sluice.router.text.grammar.lark import FREE_LAYOUT, in_regex, json_of, literal, without
+from sluice.router.text.grammar.lark import (
+    FREE_LAYOUT,
+    grammar_of,
+    in_regex,
+    json_of,
+    literal,
+    without,
+)
 from sluice.router.text.grammar.parameters import Budget, Parameters
 
 Schema = Mapping[str, Any]
@@ -78,7 +82,9 @@ def answer_grammar(
     Raises InvalidRequest for schemas that are too long. Whether llguidance can follow the grammar
     is for router/text/grammar_judge.py to find out.
     """
-    words, rules, answers = Words(token_ids), [r"GAP: /\n{1,2}/"], []
+    words, answers = Words(token_ids), list[str]()
+    rules = [r"GAP: /\n{1,2}/", *words.after_text("thought", END_THINK)]
+    of_tools: Iterator[str] = iter(())
     if json_schema is not None and not must:
         rules.append(f"json: {json_of(json.loads(json_schema), FREE_LAYOUT)}")
         answers.append("json")
@@ -86,7 +92,7 @@ def answer_grammar(
         is_alone = must or json_schema is not None
         rules += _calls(calls, words, num_tools=len(tools), is_alone=is_alone, parallel=parallel)
         answers += ["calls"] if is_alone else ["calls", "OTHER?"]
-    rules += words.after_text("thought", END_THINK)
+        of_tools = _functions(tools, calls)
     match reasoning:
         case Reasoning.NONE:
             thought = ""
@@ -94,11 +100,7 @@ def answer_grammar(
             thought = "thought GAP? "
         case Reasoning.POSSIBLE:
             thought = f"({words.written(THINK)} thought GAP?)? "
-    lines, budget = "\n".join([f"start: {thought}({' | '.join(answers)})", *rules]), Budget()
-    for index, tool in enumerate(tools):
-        lines += f"\ncall_{index}: {_call(tool, calls, budget)}" if calls is not None else ""
-        check_size(lines, "tools")  # as it grows: parameters bring definitions along
-    return str(LLMatcher.grammar_from_lark(lines))
+    return grammar_of([f"start: {thought}({' | '.join(answers)})", *rules], of_tools)
 
 
 def _calls(
@@ -125,6 +127,13 @@ def _but_bare_calls(calls: ToolFormat) -> str:
         return ""
     more = "" if calls.bare == "{" else rf"[\s{in_regex(calls.between.strip())}]*\{{"
     return rf" & ~/\s*{in_regex(calls.bare)}{more}(.|\n)*/"
+
+
+def _functions(tools: Sequence[Schema], calls: ToolFormat) -> Iterator[str]:
+    """A rule for a call of each."""
+    budget = Budget()
+    for index, tool in enumerate(tools):
+        yield f"call_{index}: {_call(tool, calls, budget)}"
 
 
 def _call(function: Schema, calls: ToolFormat, budget: Budget) -> str:

@@ -9,10 +9,11 @@ reasoning and calls belong to the format.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
-from sluice.router.text.answers.conversation import CallPart, Part
+from sluice.router.text.answers.conversation import Part
 from sluice.router.text.answers.json_extent import Extent
+from sluice.router.text.answers.parsing import StepParser
 from sluice.router.text.families.tool_formats import (
     END_THINK,
     THINK,
@@ -22,7 +23,7 @@ from sluice.router.text.families.tool_formats import (
 )
 
 
-class FamilyParser:
+class FamilyParser(StepParser):
     """One answer. calls: their format, None if there are none. names: of the tools there are.
 
     opened: the prompt ends within <think>. thinks: else the answer may begin with <think>.
@@ -36,29 +37,21 @@ class FamilyParser:
         calls: ToolFormat | None = None,
         names: Collection[str] = (),
     ) -> None:
+        super().__init__()
         self._calls = calls
         self._names = names
         self._thinks = thinks or opened
-        self._buffer = ""
-        self._parts: list[Part] = []
-        self._num_calls = 0
         self._is_marked = False  # the calls at hand come after a marker
         self._has_called = False  # one of them has been read
         self._unread = ""  # what is content if no call follows it
         self._extent = Extent()
         self._num_scanned = 0  # characters of the buffer that it has seen
-        self._step: Callable[[], bool] = self._before_reasoning if opened else self._begin
-
-    def push(self, text: str) -> list[Part]:
-        self._buffer += text
-        while self._buffer and self._step():
-            pass
-        return self._take()
+        self._step = self._before_reasoning if opened else self._begin
 
     def flush(self, *, complete: bool) -> list[Part]:
         if self._step in (self._reasoning, self._before_reasoning):
             self._think(self._buffer)
-        elif self._step in (self._call, self._whole_call):
+        elif self._step in (self._next_call, self._whole_call):
             self._end_in_call(complete=complete)
         elif self._step == self._arguments:
             self._argue(self._extent.missing if complete else "")
@@ -83,7 +76,7 @@ class FamilyParser:
         if self._thinks and text.startswith(THINK):
             self._buffer, self._step = text.removeprefix(THINK), self._before_reasoning
         elif self._calls is not None and text[0] in self._calls.bare and not self._maybe_marker():
-            self._step = self._call
+            self._step = self._next_call
         elif self._calls is not None and self._maybe_marker() and not self._has_marker():
             return False
         else:
@@ -126,10 +119,10 @@ class FamilyParser:
         self._say(text)
         if found:
             self._is_marked, self._has_called = True, False
-            self._unread, self._step = self._calls.marker, self._call
+            self._unread, self._step = self._calls.marker, self._next_call
         return found
 
-    def _call(self) -> bool:
+    def _next_call(self) -> bool:
         """Where a call should begin, or the answer should end."""
         assert self._calls is not None, "there are calls"
         rest = self._buffer.lstrip(self._calls.between)
@@ -174,7 +167,7 @@ class FamilyParser:
             return False
         end += self._num_scanned
         text, self._buffer = self._buffer[:end], self._buffer[end:]
-        self._step = self._call
+        self._step = self._next_call
         call = read_call(text)
         if call is None or not self._is_offered(call[0]):
             self._say(self._unread + text)
@@ -197,7 +190,7 @@ class FamilyParser:
         end = self._extent.end_in(self._buffer)
         self._buffer = "" if end is None else self._buffer[end:]
         if end is not None:
-            self._step = self._call
+            self._step = self._next_call
         return end is not None
 
     def _end_in_call(self, *, complete: bool) -> None:
@@ -224,19 +217,5 @@ class FamilyParser:
         return before[:kept], False
 
     def _add(self, name: str, arguments: str) -> None:
-        self._parts.append(Part(call=CallPart(self._num_calls, name, arguments)))
-        self._num_calls += 1
+        self._call(name, arguments)
         self._has_called = True
-
-    def _argue(self, text: str) -> None:
-        self._parts += [Part(call=CallPart(self._num_calls - 1, None, text))] if text else []
-
-    def _say(self, text: str) -> None:
-        self._parts += [Part(content=text)] if text else []
-
-    def _think(self, text: str) -> None:
-        self._parts += [Part(reasoning=text)] if text else []
-
-    def _take(self) -> list[Part]:
-        parts, self._parts = self._parts, []
-        return parts

@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from sluice.protocol.limits import WHITE_SPACE
+from llguidance import LLMatcher
+
+from sluice.protocol.limits import WHITE_SPACE, check_size
 
 # JSON as models are shown it. Left to itself, a weak model writes white space for ever.
 SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 FREE_LAYOUT = {"whitespace_pattern": WHITE_SPACE}  # as where an answer is nothing but JSON
+
+
+def grammar_of(rules: Iterable[str], of_tools: Iterable[str]) -> str:
+    """A grammar of these rules. Raises InvalidRequest for tools of which too much is made.
+
+    Looked at as it grows: every parameter may bring all definitions along.
+    """
+    lines = "\n".join(rules)
+    for rule in of_tools:
+        lines += f"\n{rule}"
+        check_size(lines, "tools")
+    return str(LLMatcher.grammar_from_lark(lines))
 
 
 def literal(*parts: str) -> str:

@@ -10,15 +10,20 @@ its schema, and what may be both is either.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from llguidance import LLMatcher
-
-from sluice.protocol.limits import check_size
 from sluice.protocol.messages import InvalidRequest
-from sluice.router.text.grammar.lark import FREE_LAYOUT, in_regex, json_of, literal, without
+from sluice.router.text.grammar.lark import (
+    FREE_LAYOUT,
+    grammar_of,
+    in_regex,
+    json_of,
+    literal,
+    without,
+)
 from sluice.router.text.grammar.parameters import Budget, Form, Parameters, Texts
 from sluice.router.text.v4 import words as v4
 
@@ -63,12 +68,9 @@ def answer_grammar(
         more = "+" if parallel else ""
         rules.append(f"calls: {opened} call{more} {literal(NEW_LINE, v4.CLOSE_CALLS)}")
         rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(tools))))
-    lines, budget = "\n".join(rules), Budget()
-    for index, tool in enumerate(tools):
-        for rule in _function(f"call_{index}", tool, budget):
-            lines += "\n" + rule
-            check_size(lines, "tools")  # as it grows: parameters bring definitions along
-    return str(LLMatcher.grammar_from_lark(lines))
+    budget = Budget()
+    of_tools = (_function(f"call_{index}", tool, budget) for index, tool in enumerate(tools))
+    return grammar_of(rules, itertools.chain.from_iterable(of_tools))
 
 
 def _function(rule: str, function: Schema, budget: Budget) -> Iterator[str]:

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from sluice.router.text.answers.conversation import CallPart, Part
+from sluice.router.text.answers.conversation import Part
 from sluice.router.text.answers.json_extent import Extent
+from sluice.router.text.answers.parsing import StepParser
 from sluice.router.text.answers.stop import num_undecided
 from sluice.router.text.v4 import words as v4
 
@@ -30,26 +31,18 @@ BEGIN_OF_CALLS = tuple(gap + v4.OPEN_CALLS for gap in GAPS)
 VALUE_ENDS = [v4.CLOSE_PARAMETER, v4.CLOSE_INVOKE]  # the second where the first is missing
 
 
-class V4Parser:
+class V4Parser(StepParser):
     """One answer. reasoning: it begins within <think>. calls: the request offered tools."""
 
     def __init__(self, *, reasoning: bool, calls: bool) -> None:
+        super().__init__()
         self._calls = calls
-        self._buffer = ""
-        self._parts: list[Part] = []
-        self._num_calls = 0
         self._num_parameters = 0
         self._is_string = False
         self._extent = Extent()  # of an array or object that is passed on
         self._begins = True
         self._has_said = False
-        self._step: Callable[[], bool] = self._reasoning if reasoning else self._begin
-
-    def push(self, text: str) -> list[Part]:
-        self._buffer += text
-        while self._buffer and self._step():
-            pass
-        return self._take()
+        self._step = self._reasoning if reasoning else self._begin
 
     def flush(self, *, complete: bool) -> list[Part]:
         """complete: ends that the model left out are supplied; else calls stay as they are."""
@@ -198,8 +191,7 @@ class V4Parser:
 
     def _open_call(self, name: str) -> None:
         self._num_parameters = 0
-        self._parts.append(Part(call=CallPart(self._num_calls, name, "")))
-        self._num_calls += 1
+        self._call(name)
         self._argue("{")
         self._step = self._between_parameters
 
@@ -248,21 +240,8 @@ class V4Parser:
         return text, None
 
     def _say(self, text: str) -> None:
-        if text:
-            self._has_said = True
-            self._parts.append(Part(content=text))
-
-    def _think(self, text: str) -> None:
-        if text:
-            self._parts.append(Part(reasoning=text))
-
-    def _argue(self, text: str) -> None:
-        if text:
-            self._parts.append(Part(call=CallPart(self._num_calls - 1, None, text)))
-
-    def _take(self) -> list[Part]:
-        parts, self._parts = self._parts, []
-        return parts
+        self._has_said = self._has_said or bool(text)
+        super()._say(text)
 
 
 def _json(value: str) -> str:
