@@ -11,9 +11,13 @@ logger = logging.getLogger(__name__)
 
 
 class Background:
-    """Keeps tasks referenced until they end and reports the ones that failed."""
+    """Keeps tasks referenced until they end and reports the ones that failed.
 
-    def __init__(self) -> None:
+    reports: not where whoever waits for a task is told of its failure.
+    """
+
+    def __init__(self, *, reports: bool = True) -> None:
+        self._reports = reports
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
@@ -24,7 +28,7 @@ class Background:
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
+        if not task.cancelled() and (error := task.exception()) is not None and self._reports:
             logger.error("event=background_task_failed", exc_info=error)
 
     async def drain(self, limit_s: float) -> None:

@@ -25,6 +25,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 from sluice.protocol.messages import QueueFull, SluiceError, Unavailable
+from sluice.router.common.background import Background
 from sluice.router.common.events import log_event
 from sluice.router.common.helper import LENGTH, OUT_OF_MEMORY
 
@@ -76,7 +77,7 @@ class Offload:
         self._idle: asyncio.Queue[_Helper] = asyncio.Queue()  # they may still have to start
         for helper in self._helpers:
             self._idle.put_nowait(helper)
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._background = Background(reports=False)  # whoever waits raises it, if anybody does
         self._closed = False
 
     async def start(self) -> None:
@@ -114,7 +115,7 @@ class Offload:
             helper = await self._idle.get()
         finally:
             self._num_waiting -= 1
-        work = self._spawn(self._work(helper, (limit_s, function, args), limit_s))
+        work = self._background.spawn(self._work(helper, (limit_s, function, args), limit_s))
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
@@ -125,10 +126,7 @@ class Offload:
     async def close(self) -> None:
         """End all helpers, and the jobs in them."""
         self._closed = True
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await self._background.drain(limit_s=0)
         for helper in self._helpers:
             await helper.stop()
 
@@ -138,7 +136,7 @@ class Offload:
         try:
             return await helper.run(pickle.dumps(job), limit_s)
         finally:
-            self._spawn(self._give_back(helper))
+            self._background.spawn(self._give_back(helper))
 
     async def _give_back(self, helper: _Helper) -> None:
         """A dead helper is replaced before the next job comes; if it cannot be, the job tries."""
@@ -148,17 +146,6 @@ class Offload:
         except (OSError, SluiceError) as error:
             log_event(logger, "no_helper", level=logging.ERROR, reason=error)
         self._idle.put_nowait(helper)
-
-    def _spawn(self, coroutine: Any) -> asyncio.Task[Any]:
-        task = asyncio.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # whoever waits raises it; if all have left, it is of no interest
 
 
 class _Helper:
