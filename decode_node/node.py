@@ -67,6 +67,7 @@ class DecodeNode(Node):
     """A decode node. Public methods may be called from any thread."""
 
     role = Role.DECODE
+    open_transport = staticmethod(make_transport)
 
     def __init__(
         self,
@@ -84,17 +85,11 @@ class DecodeNode(Node):
         self._late: list[Stream] = []  # those with logits from which nothing is chosen yet
         self._maskers = ThreadPoolExecutor(MASKERS, f"{node_id}-masks")
         self._planner = StepPlanner(runner.manager, config.decode.max_batch_tokens)
-        # Last, as what is registered for others goes into the address that it tells.
-        super().__init__(
-            *(runner, transport, config, node_id, host),
-            max_batch_tokens=config.decode.max_running_requests,
-            clock=clock,
-        )
+        super().__init__(runner, transport, config, node_id, host, clock=clock)
 
-    @classmethod
-    def load(cls, config: SluiceConfig, node_id: str, host: str) -> DecodeNode:
-        runner = Runner.load(config, cls.role)
-        return cls(runner, make_transport(config.transfer, node_id), config, node_id, host)
+    @staticmethod
+    def _tokens_of_a_step(config: SluiceConfig) -> int:
+        return config.decode.max_running_requests
 
     def reserve(self, request: GenerateRequest) -> Future[PageGrant]:
         """Take pages in every pool for the prompt and some of the output.

@@ -21,7 +21,7 @@ from sluice.engine.metrics import NodeMetrics
 from sluice.engine.routers import Routers
 from sluice.engine.runner import Runner
 from sluice.protocol.clients import NodeCalls
-from sluice.protocol.config import SluiceConfig
+from sluice.protocol.config import SluiceConfig, TransferConfig
 from sluice.protocol.messages import NodeInfo, NodeStatus, Role
 
 log = logging.getLogger(__name__)
@@ -49,9 +49,9 @@ class Node(ABC):
         node_id: str,
         host: str,
         *,
-        max_batch_tokens: int,
         clock: Callable[[], float] = lease_clock,
     ) -> None:
+        """What is registered for others has to be by now: it goes into the transport's address."""
         self.runner = runner
         self.metrics = NodeMetrics()
         self._clock = clock
@@ -64,13 +64,19 @@ class Node(ABC):
             role=self.role,
             host=host,
             agent=transport.address(),
-            max_batch_tokens=max_batch_tokens,
+            max_batch_tokens=self._tokens_of_a_step(config),
         )
 
     @classmethod
-    @abstractmethod
     def load(cls, config: SluiceConfig, node_id: str, host: str) -> Self:
         """Load the model and open the transport. Raises ConfigError."""
+        runner = Runner.load(config, cls.role)
+        return cls(runner, cls.open_transport(config.transfer, node_id), config, node_id, host)
+
+    @staticmethod
+    @abstractmethod
+    def open_transport(choice: TransferConfig, node_id: str) -> Any:
+        """The transport that the role's constructor takes. Raises ConfigError."""
 
     def start(self) -> None:
         self._loop.start()
@@ -90,6 +96,11 @@ class Node(ABC):
     def turn_here(self) -> float:
         """One turn of a node that was not started, in the caller's thread: for tests."""
         return self._loop.turn_here()
+
+    @staticmethod
+    @abstractmethod
+    def _tokens_of_a_step(config: SluiceConfig) -> int:
+        """How many tokens of requests the router may take a step to compute."""
 
     @abstractmethod
     def _turn(self) -> float:

@@ -60,6 +60,7 @@ class PrefillNode(Node):
     """A prefill node. Public methods may be called from any thread."""
 
     role = Role.PREFILL
+    open_transport = staticmethod(make_transport)
 
     def __init__(
         self,
@@ -86,17 +87,11 @@ class PrefillNode(Node):
             max_batch_tokens=config.prefill.max_batch_tokens,
             resume_every_tokens=config.prefill.resume_every_tokens,
         )
-        # Last, as what is registered for others goes into the address that it tells.
-        super().__init__(
-            *(runner, transport, config, node_id, host),
-            max_batch_tokens=config.prefill.max_batch_tokens,
-            clock=clock,
-        )
+        super().__init__(runner, transport, config, node_id, host, clock=clock)
 
-    @classmethod
-    def load(cls, config: SluiceConfig, node_id: str, host: str) -> PrefillNode:
-        runner = Runner.load(config, cls.role)
-        return cls(runner, make_transport(config.transfer, node_id), config, node_id, host)
+    @staticmethod
+    def _tokens_of_a_step(config: SluiceConfig) -> int:
+        return config.prefill.max_batch_tokens
 
     def connect(self, peer: NodeInfo) -> Future[None]:
         """Meet one decode node, where no controller does it. Raises IncompatiblePeers."""

@@ -157,7 +157,8 @@ class RayNode(RayProcess):
         return RayDecodeClient(self._actor, self._info)
 
     async def meet(self, version: int, peers: Sequence[NodeInfo]) -> Mapping[str, SluiceError]:
-        return await self._call(self._actor.call.remote("meet", version, list(peers)))
+        assert self._info is not None, "nodes meet when they have started"
+        return await RayPrefillClient(self._actor, self._info).meet(version, peers)
 
     async def watch(self, on_leaving: Callable[[], None]) -> None:
         await self._watch(on_leaving)
