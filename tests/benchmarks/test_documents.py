@@ -7,9 +7,10 @@ import csv
 import pytest
 from pydantic import Field
 
-from sluice.benchmarks import documents
-from sluice.benchmarks.documents import DOCS, PAGES, SHEETS, WIDTH, benchmarks_page, current
+from sluice.benchmarks import config_keys, sheets
+from sluice.benchmarks.documents import DOCS, PAGES, current
 from sluice.benchmarks.provenance import RESULTS
+from sluice.benchmarks.sheets import SHEETS, WIDTH, benchmarks_page
 from sluice.protocol.config import SluiceConfig
 
 
@@ -21,7 +22,7 @@ def test_the_page_is_current(name):
 
 def test_another_figure_or_another_key_would_not_be_current(tmp_path, monkeypatch):
     page = DOCS / "benchmarks.md"
-    monkeypatch.setattr(documents, "RESULTS", tmp_path)
+    monkeypatch.setattr(sheets, "RESULTS", tmp_path)
     for sheet in SHEETS:
         (tmp_path / sheet.file).write_bytes((RESULTS / sheet.file).read_bytes())
     assert current(page, benchmarks_page()) == page.read_text(encoding="utf-8")
@@ -32,8 +33,8 @@ def test_another_figure_or_another_key_would_not_be_current(tmp_path, monkeypatc
     class Longer(SluiceConfig):
         new_key: int = Field(5, ge=0)
 
-    monkeypatch.setattr(documents, "SluiceConfig", Longer)
-    made = documents.configuration_page()
+    monkeypatch.setattr(config_keys, "SluiceConfig", Longer)
+    made = config_keys.configuration_page()
     assert "- `new_key`: whole number from 0; default `5`." in made
 
 
@@ -48,6 +49,7 @@ def test_tables_fit_into_eighty_columns():
     for line in benchmarks_page().splitlines():
         inside ^= line == "```"
         assert not inside or len(line) <= WIDTH, line
+        assert "…" not in line, "nothing is cut off"
 
 
 def test_a_sheet_shows_columns_that_its_file_has():
