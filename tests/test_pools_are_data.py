@@ -9,9 +9,13 @@ from sluice.model.presets import preset_pools
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = (
-    "benchmarks", "cache", "decode_node", "deploy", "engine", "kernels", "prefill_node", "router",
-    "transfer",
+    "benchmarks", "cache", "decode_node", "deploy", "engine", "kernels", "prefill_node", "protocol",
+    "router", "transfer",
 )  # fmt: skip
+
+
+def test_every_folder_but_the_models_is_looked_at():
+    assert {path.parent.name for path in ROOT.glob("*/__init__.py")} == {*FOLDERS, "model"}
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
